@@ -1,0 +1,5 @@
+"""Messages of ``coordinator.proto``; the types stand in the stub file beside this one."""
+
+from moorage.v1 import POOL
+
+globals().update(POOL.export("moorage/v1/coordinator.proto"))
