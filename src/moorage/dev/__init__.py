@@ -1,1 +1,1 @@
-"""The embedded cluster: etcd, a coordinator and workers on one machine, each worker in a namespace that stands for a host."""
+"""The embedded cluster: etcd, a coordinator and workers, each worker in a namespace that stands for a host."""
