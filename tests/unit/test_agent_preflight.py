@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from moorage.worker.preflight import OpenFile, Process, examine, exec_sessions, space
+from moorage.worker.preflight_proc import mapped_writable, mappings, read_processes
+
+
+def process(*files: OpenFile, **values: object) -> Process:
+    return Process(pid=7, host_pid=4711, name="python3", files=files, mounts=frozenset({100, 101}), **values)  # type: ignore[arg-type]
+
+
+def test_what_training_usually_holds_open_is_saved() -> None:
+    usual = [
+        OpenFile(0, "/dev/null", stat.S_IFCHR, (1, 3), 100),
+        OpenFile(1, "pipe:[1234]", stat.S_IFIFO),
+        OpenFile(3, "/data/set.bin", stat.S_IFREG, mount=101),
+        OpenFile(4, "anon_inode:[eventpoll]", 0),
+        OpenFile(5, "socket:[99]", stat.S_IFSOCK, protocol="TCP"),
+        OpenFile(6, "socket:[98]", stat.S_IFSOCK, protocol="UNIX-STREAM"),
+        OpenFile(7, "/memfd:x (deleted)", stat.S_IFREG, mount=3),
+        OpenFile(8, "/dev/urandom", stat.S_IFCHR, (1, 9), 100),
+        OpenFile(9, "/dev/pts/0", stat.S_IFCHR, (136, 0), 100),
+    ]
+    assert examine([process(*usual)]) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        (OpenFile(5, "anon_inode:[io_uring]", 0), "cannot be read out"),
+        (OpenFile(5, "anon_inode:[userfaultfd]", 0), "cannot be read out"),
+        (OpenFile(5, "socket:[1]", stat.S_IFSOCK, protocol="PACKET"), "protocol PACKET"),
+        (OpenFile(5, "socket:[1]", stat.S_IFSOCK, protocol="AF_VSOCK"), "protocol AF_VSOCK"),
+        (OpenFile(5, "/dev/sda", stat.S_IFBLK, (8, 0), 100), "block device"),
+        (OpenFile(5, "/dev/nvidia0", stat.S_IFCHR, (195, 0), 100), "GPU"),
+        (OpenFile(5, "/dev/kvm", stat.S_IFCHR, (10, 232), 100), "device 10:232"),
+        (OpenFile(5, "/etc/passwd", stat.S_IFREG, mount=22), "outside the pod"),
+    ],
+)
+def test_an_objection_names_process_descriptor_reason_and_cure(file: OpenFile, why: str) -> None:
+    (objection,) = examine([process(file)])
+    assert objection.what == f"process 7 (python3), descriptor 5 ({file.target})"
+    assert why in objection.why
+    assert objection.cure
+
+
+def test_a_traced_process_is_named() -> None:
+    (objection,) = examine([process(tracer=99)])
+    assert "traced by process 99" in objection.why
+
+
+def test_a_mapped_ring_is_found_though_its_descriptor_is_closed() -> None:
+    (objection,) = examine([process(maps=frozenset({"anon_inode:[io_uring]"}))])
+    assert objection.what.endswith("mapping anon_inode:[io_uring]")
+
+
+def test_space_that_does_not_suffice_is_told_in_numbers() -> None:
+    assert space(10 << 20, 10 << 20, "/staging") == []
+    (objection,) = space(30 << 20, 10 << 20, "/staging")
+    assert objection.what == "/staging"
+    assert "30 MiB" in objection.why
+    assert "10 MiB" in objection.why
+
+
+def test_each_exec_session_is_named() -> None:
+    assert [o.what for o in exec_sessions(["bash", "top"])] == ["exec session `bash`", "exec session `top`"]
+
+
+def test_mappings_keep_names_with_spaces() -> None:
+    text = (
+        "7f00-7f10 rw-s 00000000 00:1f 12  /shared file\n"
+        "7f10-7f20 r--p 00000000 00:1f 13  /lib/x.so\n"
+        "7f20-7f30 rw-p 00000000 00:00 0 \n"
+    )
+    assert mappings(text) == [("rw-s", "/shared file"), ("r--p", "/lib/x.so")]
+
+
+def test_this_process_is_read_with_its_descriptors(tmp_path: Path) -> None:
+    import mmap
+
+    path = tmp_path / "mapped"
+    path.write_bytes(b"x" * 4096)
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 4096), socket.socket() as tcp:
+        (me,) = read_processes([os.getpid()])
+        files = {f.fd: f for f in me.files}
+        assert files[tcp.fileno()].protocol == "TCP"
+        assert files[file.fileno()].target == str(path)
+        assert files[file.fileno()].mount in me.mounts
+        assert str(path) in mapped_writable([os.getpid()])
+    assert me.tracer == 0
+
+
+def test_a_process_that_is_gone_is_left_out() -> None:
+    assert read_processes([2**22 + 1]) == []
+    assert mapped_writable([2**22 + 1]) == set()

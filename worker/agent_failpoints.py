@@ -1,0 +1,48 @@
+"""The failpoints of the node agent, in one place. Each names the step it stands before or after."""
+
+from __future__ import annotations
+
+from moorage import failpoints
+
+
+def _around(*steps: str) -> list[str]:
+    return [f"{step}.{side}" for step in steps for side in ("before", "after")]
+
+
+NAMES: tuple[str, ...] = tuple(
+    _around(
+        "worker.register.put",
+        "worker.start.layers",
+        "worker.start.network",
+        "worker.start.guard",
+        "worker.prepare.record",
+        "worker.freeze.cgroup",
+        "worker.freeze.drain",
+        "worker.seal.network",
+        "worker.capture.dump",
+        "worker.capture.layer",
+        "worker.capture.record",
+        "worker.vote.captured",
+        "worker.vote.persisted",
+        "worker.outcome.abort",
+        "worker.outcome.unseal",
+        "worker.outcome.thaw",
+        "worker.persist.images",
+        "worker.persist.layer",
+        "worker.persist.manifest",
+        "worker.restore.network",
+        "worker.restore.fetch",
+        "worker.restore.layers",
+        "worker.restore.rebuild",
+        "worker.release.unseal",
+        "worker.release.thaw",
+        "worker.kill.processes",
+        "worker.kill.network",
+        "worker.kill.layers",
+        "worker.finish.logs",
+        "worker.finish.results",
+        "worker.finish.remove",
+    )
+)
+
+failpoints.declare(*NAMES)

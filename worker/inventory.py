@@ -1,0 +1,70 @@
+"""What this node has: processors, memory, GPUs, kernel; and its registration record."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import moorage
+from moorage.config import WorkerConfig
+from moorage.records import NodeRecord
+
+_GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
+
+
+def memory(text: str) -> dict[str, int]:
+    """Bytes by name from the text of ``/proc/meminfo`` (``MemTotal``, ``MemAvailable``, …)."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        number, *unit = rest.split() or ["0"]
+        if number.isdigit():
+            found[name] = int(number) * (1024 if unit == ["kB"] else 1)
+    return found
+
+
+def memory_total() -> int:
+    """Bytes of memory of this machine."""
+    return memory(Path("/proc/meminfo").read_text()).get("MemTotal", 0)
+
+
+def memory_available() -> int:
+    """Bytes that programs can still take without swapping."""
+    return memory(Path("/proc/meminfo").read_text()).get("MemAvailable", 0)
+
+
+def gpu_name(information: str) -> str:
+    """``UUID model`` from the text of ``/proc/driver/nvidia/gpus/<bus>/information``."""
+    values = dict(line.split(":", 1) for line in information.splitlines() if ":" in line)
+    return " ".join(part for part in (values.get("GPU UUID", "").strip(), values.get("Model", "").strip()) if part)
+
+
+def gpus(folder: Path = _GPU_FOLDER) -> list[str]:
+    """One entry ``UUID model`` for each NVIDIA GPU of the driver, in bus order; empty without a driver."""
+    return [gpu_name(path.read_text()) for path in sorted(folder.glob("*/information"))]
+
+
+def endpoint(config: WorkerConfig, port: int) -> str:
+    """The ``host:port`` under which others reach the worker: its own address, the port that it listens on."""
+    host = f"[{config.address}]" if ":" in config.address else config.address
+    return f"{host}:{port}"
+
+
+def record(config: WorkerConfig, *, session: str, port: int, ready: bool) -> NodeRecord:
+    """This node's registration. ``session`` is random for each start, ``port`` the one that the server bound."""
+    return NodeRecord(
+        node=config.node,
+        address=config.address,
+        endpoint=endpoint(config, port),
+        session=session,
+        pid=os.getpid(),
+        version=moorage.__version__,
+        lease_seconds=config.lease_seconds,
+        cpus=len(os.sched_getaffinity(0)),
+        memory_bytes=memory_total(),
+        gpus=gpus(),
+        kernel=platform.release(),
+        labels=dict(config.labels),
+        ready=ready,
+    )
