@@ -1,0 +1,16 @@
+"""Files of a pod in pieces, for ``moorage pull``."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class FilePiece(msgspec.Struct, frozen=True):
+    """As the FilePart message: metadata in the first piece of each file, data of at most 1 MiB, ``last`` ends the file."""
+
+    path: str  # relative to what was asked for; undecodable bytes as surrogates
+    mode: int = 0
+    modified: float = 0.0
+    link_target: str = ""
+    data: bytes = b""
+    last: bool = False
