@@ -22,6 +22,7 @@ else:
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -38,9 +39,7 @@ class CoordinatorStub:
     ListJobs: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsReply]
     WatchJob: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.JobRef, _coordinator_pb2.Job]
     """the job now, then at every change, until it is over"""
-    Checkpoint: _grpc.UnaryUnaryMultiCallable[
-        _coordinator_pb2.CheckpointRequest, _coordinator_pb2.AttemptReply
-    ]
+    Checkpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.AttemptReply]
     Park: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.AttemptReply]
     Move: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.MoveRequest, _coordinator_pb2.AttemptReply]
     Restore: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.RestoreRequest, _coordinator_pb2.Job]
@@ -48,19 +47,11 @@ class CoordinatorStub:
     GetAttempt: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetAttemptRequest, _coordinator_pb2.Attempt]
     WatchAttempt: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GetAttemptRequest, _coordinator_pb2.Attempt]
     """until it is committed, aborted or failed"""
-    ListNodes: _grpc.UnaryUnaryMultiCallable[
-        _coordinator_pb2.ListNodesRequest, _coordinator_pb2.ListNodesReply
-    ]
+    ListNodes: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListNodesRequest, _coordinator_pb2.ListNodesReply]
     DescribeNode: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.NodeRef, _worker_pb2.DescribeReply]
-    ListCheckpoints: _grpc.UnaryUnaryMultiCallable[
-        _coordinator_pb2.ListCheckpointsRequest, _coordinator_pb2.ListCheckpointsReply
-    ]
-    InspectCheckpoint: _grpc.UnaryUnaryMultiCallable[
-        _coordinator_pb2.CheckpointRef, _coordinator_pb2.InspectReply
-    ]
-    CheckCheckpoint: _grpc.UnaryStreamMultiCallable[
-        _coordinator_pb2.CheckRequest, _coordinator_pb2.CheckProgress
-    ]
+    ListCheckpoints: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ListCheckpointsRequest, _coordinator_pb2.ListCheckpointsReply]
+    InspectCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRef, _coordinator_pb2.InspectReply]
+    CheckCheckpoint: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.CheckRequest, _coordinator_pb2.CheckProgress]
     PinCheckpoint: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PinRequest, _coordinator_pb2.CheckpointInfo]
     Prune: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.PruneRequest, _coordinator_pb2.PruneReply]
     ListEvents: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.ListEventsRequest, _coordinator_pb2.JobEvent]
@@ -78,9 +69,7 @@ class CoordinatorAsyncStub(CoordinatorStub):
     ListJobs: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListJobsRequest, _coordinator_pb2.ListJobsReply]  # type: ignore[assignment]
     WatchJob: _aio.UnaryStreamMultiCallable[_coordinator_pb2.JobRef, _coordinator_pb2.Job]  # type: ignore[assignment]
     """the job now, then at every change, until it is over"""
-    Checkpoint: _aio.UnaryUnaryMultiCallable[
-        _coordinator_pb2.CheckpointRequest, _coordinator_pb2.AttemptReply
-    ]  # type: ignore[assignment]
+    Checkpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRequest, _coordinator_pb2.AttemptReply]  # type: ignore[assignment]
     Park: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRequest, _coordinator_pb2.AttemptReply]  # type: ignore[assignment]
     Move: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.MoveRequest, _coordinator_pb2.AttemptReply]  # type: ignore[assignment]
     Restore: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.RestoreRequest, _coordinator_pb2.Job]  # type: ignore[assignment]
@@ -88,19 +77,11 @@ class CoordinatorAsyncStub(CoordinatorStub):
     GetAttempt: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetAttemptRequest, _coordinator_pb2.Attempt]  # type: ignore[assignment]
     WatchAttempt: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GetAttemptRequest, _coordinator_pb2.Attempt]  # type: ignore[assignment]
     """until it is committed, aborted or failed"""
-    ListNodes: _aio.UnaryUnaryMultiCallable[
-        _coordinator_pb2.ListNodesRequest, _coordinator_pb2.ListNodesReply
-    ]  # type: ignore[assignment]
+    ListNodes: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListNodesRequest, _coordinator_pb2.ListNodesReply]  # type: ignore[assignment]
     DescribeNode: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.NodeRef, _worker_pb2.DescribeReply]  # type: ignore[assignment]
-    ListCheckpoints: _aio.UnaryUnaryMultiCallable[
-        _coordinator_pb2.ListCheckpointsRequest, _coordinator_pb2.ListCheckpointsReply
-    ]  # type: ignore[assignment]
-    InspectCheckpoint: _aio.UnaryUnaryMultiCallable[
-        _coordinator_pb2.CheckpointRef, _coordinator_pb2.InspectReply
-    ]  # type: ignore[assignment]
-    CheckCheckpoint: _aio.UnaryStreamMultiCallable[
-        _coordinator_pb2.CheckRequest, _coordinator_pb2.CheckProgress
-    ]  # type: ignore[assignment]
+    ListCheckpoints: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ListCheckpointsRequest, _coordinator_pb2.ListCheckpointsReply]  # type: ignore[assignment]
+    InspectCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CheckpointRef, _coordinator_pb2.InspectReply]  # type: ignore[assignment]
+    CheckCheckpoint: _aio.UnaryStreamMultiCallable[_coordinator_pb2.CheckRequest, _coordinator_pb2.CheckProgress]  # type: ignore[assignment]
     PinCheckpoint: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PinRequest, _coordinator_pb2.CheckpointInfo]  # type: ignore[assignment]
     Prune: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.PruneRequest, _coordinator_pb2.PruneReply]  # type: ignore[assignment]
     ListEvents: _aio.UnaryStreamMultiCallable[_coordinator_pb2.ListEventsRequest, _coordinator_pb2.JobEvent]  # type: ignore[assignment]
@@ -117,18 +98,21 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.SubmitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Job, _abc.Awaitable[_coordinator_pb2.Job]]: ...
+
     @_abc_1.abstractmethod
     def GetJob(
         self,
         request: _coordinator_pb2.JobRef,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Job, _abc.Awaitable[_coordinator_pb2.Job]]: ...
+
     @_abc_1.abstractmethod
     def ListJobs(
         self,
         request: _coordinator_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListJobsReply, _abc.Awaitable[_coordinator_pb2.ListJobsReply]]: ...
+
     @_abc_1.abstractmethod
     def WatchJob(
         self,
@@ -143,36 +127,42 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.AttemptReply, _abc.Awaitable[_coordinator_pb2.AttemptReply]]: ...
+
     @_abc_1.abstractmethod
     def Park(
         self,
         request: _coordinator_pb2.JobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.AttemptReply, _abc.Awaitable[_coordinator_pb2.AttemptReply]]: ...
+
     @_abc_1.abstractmethod
     def Move(
         self,
         request: _coordinator_pb2.MoveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.AttemptReply, _abc.Awaitable[_coordinator_pb2.AttemptReply]]: ...
+
     @_abc_1.abstractmethod
     def Restore(
         self,
         request: _coordinator_pb2.RestoreRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Job, _abc.Awaitable[_coordinator_pb2.Job]]: ...
+
     @_abc_1.abstractmethod
     def Stop(
         self,
         request: _coordinator_pb2.StopRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Job, _abc.Awaitable[_coordinator_pb2.Job]]: ...
+
     @_abc_1.abstractmethod
     def GetAttempt(
         self,
         request: _coordinator_pb2.GetAttemptRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.Attempt, _abc.Awaitable[_coordinator_pb2.Attempt]]: ...
+
     @_abc_1.abstractmethod
     def WatchAttempt(
         self,
@@ -187,60 +177,63 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.ListNodesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ListNodesReply, _abc.Awaitable[_coordinator_pb2.ListNodesReply]]: ...
+
     @_abc_1.abstractmethod
     def DescribeNode(
         self,
         request: _coordinator_pb2.NodeRef,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DescribeReply, _abc.Awaitable[_worker_pb2.DescribeReply]]: ...
+
     @_abc_1.abstractmethod
     def ListCheckpoints(
         self,
         request: _coordinator_pb2.ListCheckpointsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[
-        _coordinator_pb2.ListCheckpointsReply, _abc.Awaitable[_coordinator_pb2.ListCheckpointsReply]
-    ]: ...
+    ) -> _typing.Union[_coordinator_pb2.ListCheckpointsReply, _abc.Awaitable[_coordinator_pb2.ListCheckpointsReply]]: ...
+
     @_abc_1.abstractmethod
     def InspectCheckpoint(
         self,
         request: _coordinator_pb2.CheckpointRef,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.InspectReply, _abc.Awaitable[_coordinator_pb2.InspectReply]]: ...
+
     @_abc_1.abstractmethod
     def CheckCheckpoint(
         self,
         request: _coordinator_pb2.CheckRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[
-        _abc.Iterator[_coordinator_pb2.CheckProgress], _abc.AsyncIterator[_coordinator_pb2.CheckProgress]
-    ]: ...
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.CheckProgress], _abc.AsyncIterator[_coordinator_pb2.CheckProgress]]: ...
+
     @_abc_1.abstractmethod
     def PinCheckpoint(
         self,
         request: _coordinator_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.CheckpointInfo, _abc.Awaitable[_coordinator_pb2.CheckpointInfo]]: ...
+
     @_abc_1.abstractmethod
     def Prune(
         self,
         request: _coordinator_pb2.PruneRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.PruneReply, _abc.Awaitable[_coordinator_pb2.PruneReply]]: ...
+
     @_abc_1.abstractmethod
     def ListEvents(
         self,
         request: _coordinator_pb2.ListEventsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[
-        _abc.Iterator[_coordinator_pb2.JobEvent], _abc.AsyncIterator[_coordinator_pb2.JobEvent]
-    ]: ...
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.JobEvent], _abc.AsyncIterator[_coordinator_pb2.JobEvent]]: ...
+
     @_abc_1.abstractmethod
     def ReadLogs(
         self,
         request: _coordinator_pb2.LogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.LogChunk], _abc.AsyncIterator[_worker_pb2.LogChunk]]: ...
+
     @_abc_1.abstractmethod
     def Exec(
         self,
@@ -255,6 +248,7 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.PullRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.FilePart], _abc.AsyncIterator[_worker_pb2.FilePart]]: ...
+
     @_abc_1.abstractmethod
     def Status(
         self,
@@ -262,6 +256,4 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]: ...
 
-def add_CoordinatorServicer_to_server(
-    servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]
-) -> None: ...
+def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

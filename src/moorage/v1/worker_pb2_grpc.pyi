@@ -22,6 +22,7 @@ else:
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -93,6 +94,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.StartPodRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PodReply, _abc.Awaitable[_worker_pb2.PodReply]]: ...
+
     @_abc_1.abstractmethod
     def RestorePod(
         self,
@@ -123,6 +125,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AttemptOrder,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PrepareReply, _abc.Awaitable[_worker_pb2.PrepareReply]]: ...
+
     @_abc_1.abstractmethod
     def FreezePod(
         self,
@@ -137,6 +140,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AttemptOrder,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PodReply, _abc.Awaitable[_worker_pb2.PodReply]]: ...
+
     @_abc_1.abstractmethod
     def CapturePod(
         self,
@@ -175,18 +179,21 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.ReadLogsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.LogChunk], _abc.AsyncIterator[_worker_pb2.LogChunk]]: ...
+
     @_abc_1.abstractmethod
     def Exec(
         self,
         request_iterator: _MaybeAsyncIterator[_worker_pb2.ExecInput],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.ExecOutput], _abc.AsyncIterator[_worker_pb2.ExecOutput]]: ...
+
     @_abc_1.abstractmethod
     def Pull(
         self,
         request: _worker_pb2.PullPodRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.FilePart], _abc.AsyncIterator[_worker_pb2.FilePart]]: ...
+
     @_abc_1.abstractmethod
     def Describe(
         self,
@@ -195,6 +202,4 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.DescribeReply, _abc.Awaitable[_worker_pb2.DescribeReply]]:
         """the node's doctor"""
 
-def add_WorkerServicer_to_server(
-    servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]
-) -> None: ...
+def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
