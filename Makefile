@@ -1,0 +1,94 @@
+# Every chore of the project. Each target does the set-up that it needs, on a fresh Debian or Ubuntu machine as root too,
+# and is quick the second time.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# -P: the folders at the root (coordinator, worker, …) must not be importable under their bare names.
+PY := $(CURDIR)/$(BIN)/python -P
+STAMPS := $(VENV)/stamps
+PYTEST_ARGS ?=
+export PYTHONSAFEPATH := 1
+
+NATIVE := CMakeLists.txt $(shell find native -type f 2>/dev/null)
+
+.PHONY: help
+help: ## list these targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -ts '|'
+
+.PHONY: setup
+setup: $(STAMPS)/installed $(STAMPS)/runtime ## all that moorage needs to run here: packages, .venv, CRIU, runc, etcd
+
+.PHONY: test
+test: lint proto-check native-test setup $(STAMPS)/torch ## all checks and tests, with real etcd, CRIU and runc
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+.PHONY: demo
+demo: setup $(STAMPS)/torch ## a training job loses a node and goes on bit for bit (build/demo-report.json)
+	mkdir -p build
+	$(PY) examples/node_loss/demo.py
+
+.PHONY: bench
+bench: setup ## measure barrier and store (bench/results)
+	$(PY) bench/run.py
+
+.PHONY: test-gpu
+test-gpu: setup $(STAMPS)/torch ## the tests that need an NVIDIA GPU
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(STAMPS)/installed ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: $(STAMPS)/installed ## let ruff format and sort imports
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: proto-check
+proto-check: $(STAMPS)/installed ## are the committed protobuf descriptors and stubs those of the .proto files?
+	PYTHON=$(CURDIR)/$(BIN)/python tools/proto-check.sh
+
+.PHONY: native-test
+native-test: $(STAMPS)/native-test ## build native/ with sanitizers and run its tests
+
+$(STAMPS)/native-test: $(NATIVE) $(STAMPS)/installed
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	  -DCMAKE_BUILD_TYPE=Debug -DMOORAGE_SANITIZE=ON -DMOORAGE_TESTS=ON >build/sanitize.log || { cat build/sanitize.log; exit 1; }
+	$(BIN)/cmake --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --no-tests=ignore
+	touch $@
+
+$(BIN)/python:
+	tools/machine-packages.sh $(PYTHON)
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/installed: pyproject.toml $(NATIVE) | $(BIN)/python
+	mkdir -p $(STAMPS) build
+	tools/machine-packages.sh $(PYTHON)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(STAMPS)/runtime: src/moorage/runtime/install.sh | $(STAMPS)/installed
+	tools/install-runtime.sh
+	touch $@
+
+# torch is for tests and the demo only, scikit-learn for its handwritten digits. A torch that is already in the
+# environment is used; where pip finds no CPU build of this release on disk it downloads some gigabytes.
+$(STAMPS)/torch: | $(STAMPS)/installed
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	touch $@
+
+.PHONY: clean
+clean: ## remove what was built (not .venv, not the runtime)
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
