@@ -12,7 +12,7 @@ ln -s ../../barrier "$work/src/moorage/barrier"
 find "$work" -name __pycache__ -prune -exec rm -rf {} +
 find "$work" \( -name '*.binpb' -o -name '*.pyi' \) -delete
 cp tools/proto.sh "$work/tools/"
-PYTHON=$python "$work/tools/proto.sh" 2>/dev/null
+PYTHON=$python "$work/tools/proto.sh" >"$work/log" 2>&1 || { cat "$work/log" >&2 && exit 1; }
 for pair in src/moorage/v1 barrier/etcdpb; do
   [ ! -d "$pair" ] || diff -r -x __pycache__ "$pair" "$work/$pair" >&2 || {
     echo "$pair is not what its .proto files make: run tools/proto.sh and commit the result" >&2
