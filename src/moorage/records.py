@@ -118,6 +118,9 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     kernel: str = ""
     labels: dict[str, str] = {}
     ready: bool = True  # false: doctor found something that no pod can run without
+    # True: this worker never revokes its lease while a pod lives, so a registration that is gone means that the lease,
+    # and with it every guard's deadline, has run out. False: after it is gone the coordinator waits the lease's time.
+    lease_kept: bool = False
 
 
 class IncarnationRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +160,7 @@ class Vote(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str = ""
     bytes_total: int = 0
     bytes_new: int = 0
+    pause_seconds: float = 0.0  # `persisted`: how long the pod stood still, from before its freeze to after its thaw
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):

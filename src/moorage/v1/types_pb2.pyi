@@ -157,7 +157,9 @@ class Policy(_message.Message):
     """0: the default, 3"""
     on_failure: Global___OnFailure.ValueType
     max_restarts: _builtins.int
-    """counted restores after a failure; lost nodes count too"""
+    """Counted restores after a failure; lost nodes count too. 0: no limit but this one: three failures of a rank in a row
+    with no new checkpoint between them end the job.
+    """
     if_incompatible: Global___IfIncompatible.ValueType
     attempt_deadline_seconds: _builtins.float
     """0: the default, 120"""
@@ -388,6 +390,7 @@ class PodStatus(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     CPU_SECONDS_FIELD_NUMBER: _builtins.int
     OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     pod: _builtins.int
     incarnation: _builtins.int
@@ -401,6 +404,8 @@ class PodStatus(_message.Message):
     """of all processes of the pod so far"""
     output_bytes: _builtins.int
     """of all ranks so far"""
+    exit_code: _builtins.int
+    """when exited: 0, or that of the rank that failed first"""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankStatus]: ...
     def __init__(
@@ -416,10 +421,11 @@ class PodStatus(_message.Message):
         attempt: _builtins.int = ...,
         cpu_seconds: _builtins.float = ...,
         output_bytes: _builtins.int = ...,
+        exit_code: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cpu_seconds", b"cpu_seconds", "incarnation", b"incarnation", "job", b"job", "node", b"node", "output_bytes", b"output_bytes", "phase", b"phase", "pod", b"pod", "ranks", b"ranks", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cpu_seconds", b"cpu_seconds", "exit_code", b"exit_code", "incarnation", b"incarnation", "job", b"job", "node", b"node", "output_bytes", b"output_bytes", "phase", b"phase", "pod", b"pod", "ranks", b"ranks", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

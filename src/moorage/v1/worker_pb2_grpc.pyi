@@ -40,7 +40,10 @@ class WorkerStub:
     ReleasePod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PodOrder, _worker_pb2.PodReply]
     """unseal, then thaw"""
     KillPod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.KillPodRequest, _worker_pb2.PodReply]
-    """answers when no process of the pod is left"""
+    """Answers when no process of the pod is left. A kill is never refused for its incarnation: it ends what is of
+    fence.incarnation (any_incarnation: of that or a lower one) and leaves a newer pod alone. The pod's folder stays
+    for FinishPod as long as its incarnation is the job's own; a pod that is not there counts as killed.
+    """
     PreparePod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.PrepareReply]
     FreezePod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.PodReply]
     """answers when frozen and its sent data is acknowledged"""
@@ -48,11 +51,15 @@ class WorkerStub:
     CapturePod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.CaptureReply]
     """answers when the vote `captured` is in etcd"""
     ResumePod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.PodReply]
-    """after a `stop` attempt that could not commit"""
+    """After an attempt was aborted (either kind): answers when the pod runs again, or has exited. A pod that runs already
+    answers at once.
+    """
     FinishPod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PodOrder, _worker_pb2.PodReply]
-    """the job has ended: archive logs, write results back, remove"""
+    """The job has ended: archive logs, write results back, remove. What still runs is killed first. A pod that is not
+    there counts as finished.
+    """
     WatchPods: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchPodsRequest, _types_pb2.PodStatus]
-    """all pods first, then every change"""
+    """All pods first, then one status with an empty job as the end of that list, then every change."""
     ReadLogs: _grpc.UnaryStreamMultiCallable[_worker_pb2.ReadLogsRequest, _worker_pb2.LogChunk]
     Exec: _grpc.StreamStreamMultiCallable[_worker_pb2.ExecInput, _worker_pb2.ExecOutput]
     Pull: _grpc.UnaryStreamMultiCallable[_worker_pb2.PullPodRequest, _worker_pb2.FilePart]
@@ -68,7 +75,10 @@ class WorkerAsyncStub(WorkerStub):
     ReleasePod: _aio.UnaryUnaryMultiCallable[_worker_pb2.PodOrder, _worker_pb2.PodReply]  # type: ignore[assignment]
     """unseal, then thaw"""
     KillPod: _aio.UnaryUnaryMultiCallable[_worker_pb2.KillPodRequest, _worker_pb2.PodReply]  # type: ignore[assignment]
-    """answers when no process of the pod is left"""
+    """Answers when no process of the pod is left. A kill is never refused for its incarnation: it ends what is of
+    fence.incarnation (any_incarnation: of that or a lower one) and leaves a newer pod alone. The pod's folder stays
+    for FinishPod as long as its incarnation is the job's own; a pod that is not there counts as killed.
+    """
     PreparePod: _aio.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.PrepareReply]  # type: ignore[assignment]
     FreezePod: _aio.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.PodReply]  # type: ignore[assignment]
     """answers when frozen and its sent data is acknowledged"""
@@ -76,11 +86,15 @@ class WorkerAsyncStub(WorkerStub):
     CapturePod: _aio.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.CaptureReply]  # type: ignore[assignment]
     """answers when the vote `captured` is in etcd"""
     ResumePod: _aio.UnaryUnaryMultiCallable[_worker_pb2.AttemptOrder, _worker_pb2.PodReply]  # type: ignore[assignment]
-    """after a `stop` attempt that could not commit"""
+    """After an attempt was aborted (either kind): answers when the pod runs again, or has exited. A pod that runs already
+    answers at once.
+    """
     FinishPod: _aio.UnaryUnaryMultiCallable[_worker_pb2.PodOrder, _worker_pb2.PodReply]  # type: ignore[assignment]
-    """the job has ended: archive logs, write results back, remove"""
+    """The job has ended: archive logs, write results back, remove. What still runs is killed first. A pod that is not
+    there counts as finished.
+    """
     WatchPods: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchPodsRequest, _types_pb2.PodStatus]  # type: ignore[assignment]
-    """all pods first, then every change"""
+    """All pods first, then one status with an empty job as the end of that list, then every change."""
     ReadLogs: _aio.UnaryStreamMultiCallable[_worker_pb2.ReadLogsRequest, _worker_pb2.LogChunk]  # type: ignore[assignment]
     Exec: _aio.StreamStreamMultiCallable[_worker_pb2.ExecInput, _worker_pb2.ExecOutput]  # type: ignore[assignment]
     Pull: _aio.UnaryStreamMultiCallable[_worker_pb2.PullPodRequest, _worker_pb2.FilePart]  # type: ignore[assignment]
@@ -117,7 +131,10 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.KillPodRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PodReply, _abc.Awaitable[_worker_pb2.PodReply]]:
-        """answers when no process of the pod is left"""
+        """Answers when no process of the pod is left. A kill is never refused for its incarnation: it ends what is of
+        fence.incarnation (any_incarnation: of that or a lower one) and leaves a newer pod alone. The pod's folder stays
+        for FinishPod as long as its incarnation is the job's own; a pod that is not there counts as killed.
+        """
 
     @_abc_1.abstractmethod
     def PreparePod(
@@ -155,7 +172,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.AttemptOrder,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PodReply, _abc.Awaitable[_worker_pb2.PodReply]]:
-        """after a `stop` attempt that could not commit"""
+        """After an attempt was aborted (either kind): answers when the pod runs again, or has exited. A pod that runs already
+        answers at once.
+        """
 
     @_abc_1.abstractmethod
     def FinishPod(
@@ -163,7 +182,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.PodOrder,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PodReply, _abc.Awaitable[_worker_pb2.PodReply]]:
-        """the job has ended: archive logs, write results back, remove"""
+        """The job has ended: archive logs, write results back, remove. What still runs is killed first. A pod that is not
+        there counts as finished.
+        """
 
     @_abc_1.abstractmethod
     def WatchPods(
@@ -171,7 +192,7 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchPodsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_types_pb2.PodStatus], _abc.AsyncIterator[_types_pb2.PodStatus]]:
-        """all pods first, then every change"""
+        """All pods first, then one status with an empty job as the end of that list, then every change."""
 
     @_abc_1.abstractmethod
     def ReadLogs(
