@@ -7,11 +7,12 @@ Life of a `PodLayers`::
     layers = PodLayers.from_tree(folder, tree_bytes, image=None, hidden=[...])           # restore: same mounts as saved
     layers = PodLayers.load(folder)                                                      # a restarted worker
 
-    layers.restore(tree_bytes, fetch)      # only after from_tree, before mount; gives the index for the first capture
+    index = layers.restore(tree_bytes, manifest.layer_files, fetch)      # only after from_tree, before mount
     layers.mount()                         # idempotent; layers.root is the OCI root, layers.binds the bind mounts
     layers.put("/etc/hosts", b"...")       # before the pod starts
     capture = layers.capture(staging, index, mapped_shared_writable(pids))               # the pod is frozen
     tree_bytes, index = capture.complete({f.key: writer.add_file(f.path) for f in capture.files})
+    manifest.layer, manifest.layer_files = writer.add_bytes(tree_bytes), index.contents
     layers.write_back("/home/ann/job", uid=1000, gid=1000, job="j1", pod=0)              # the job has ended
     layers.unmount(); layers.remove()
 """

@@ -11,7 +11,7 @@ import msgspec
 from moorage.worker.layers.index import CaptureIndex
 
 if TYPE_CHECKING:
-    from moorage.store import Content
+    from moorage.store.manifests import Content
 
 
 class StagedFile(msgspec.Struct, frozen=True):
@@ -31,7 +31,10 @@ class LayerCapture:
     entries: int
 
     def complete(self, contents: Mapping[str, Content]) -> tuple[bytes, CaptureIndex]:
-        """The serialized tree and the index for the next capture. Raises `KeyError` if a key is missing."""
+        """The serialized tree, and the index for the next capture. Raises `KeyError` if a key is missing.
+
+        ``index.contents`` is the whole of what the tree refers to: the pod manifest's ``layer_files``.
+        """
         raise NotImplementedError
 
     def discard(self) -> None:

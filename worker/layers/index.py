@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from moorage.store.manifests import Content
+
 
 class CaptureIndex(msgspec.Struct):
-    """Opaque to callers; keep it in memory or as bytes in a file of the pod's folder."""
+    """Keep it in memory or as bytes in a file of the pod's folder. Only ``contents`` is of interest to callers."""
+
+    contents: dict[str, Content] = {}
 
     def encode(self) -> bytes:
         raise NotImplementedError

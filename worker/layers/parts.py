@@ -6,7 +6,7 @@ import msgspec
 
 
 class FilePiece(msgspec.Struct, frozen=True):
-    """As the FilePart message: metadata in the first piece of each file, data of at most 1 MiB, ``last`` ends the file."""
+    """As the FilePart message: metadata in a file's first piece, data of at most 1 MiB, ``last`` ends it."""
 
     path: str  # relative to what was asked for; undecodable bytes as surrogates
     mode: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from moorage.worker.layers.parts import FilePiece
 from moorage.worker.layers.writeback import WriteBack
 
 if TYPE_CHECKING:
-    from moorage.store import Content
+    from moorage.store.manifests import Content
 
 Fetch = Callable[["Content", Path], None]
 
@@ -118,8 +118,10 @@ class PodLayers:
         """
         raise NotImplementedError
 
-    def restore(self, tree: bytes, fetch: Fetch, *, threads: int = 8) -> CaptureIndex:
-        """Fill the empty uppers from ``tree``. ``fetch(content, path)`` writes one content into an existing empty file.
+    def restore(self, tree: bytes, contents: Mapping[str, Content], fetch: Fetch, *, threads: int = 8) -> CaptureIndex:
+        """Fill the empty uppers from ``tree``; ``contents`` is the pod manifest's ``layer_files``.
+
+        ``fetch(content, path)`` writes one content into an existing empty file; it is called from several threads.
 
         Call before `mount`. Raises `CorruptData`, `NoCapacity`, `Conflict` (an upper is not empty).
         """
