@@ -13,3 +13,9 @@ export PATH=$bin:$PATH
     --mypy_out=. --mypy_grpc_out=. moorage/v1/types.proto moorage/v1/worker.proto moorage/v1/coordinator.proto
   rm -f moorage/v1/types_pb2_grpc.pyi
 )
+(
+  cd src
+  "$bin/python" -m grpc_tools.protoc -I. --include_imports \
+    --descriptor_set_out=moorage/barrier/etcdpb/descriptors.binpb --mypy_out=. \
+    moorage/barrier/etcdpb/kv.proto moorage/barrier/etcdpb/auth.proto moorage/barrier/etcdpb/rpc.proto
+)

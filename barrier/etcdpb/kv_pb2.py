@@ -1,0 +1,5 @@
+"""Messages of ``kv.proto``; the types stand in the stub file beside this one."""
+
+from moorage.barrier.etcdpb import POOL
+
+globals().update(POOL.export("moorage/barrier/etcdpb/kv.proto"))

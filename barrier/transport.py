@@ -1,0 +1,367 @@
+"""Connections to etcd: several endpoints, TLS, tokens, and for every failed call whether it may have been executed.
+
+A request is handed to a connection only when that connection stands. So a failure to connect is known to have had no
+effect, with no guessing from error texts; any failure after that, unless etcd's answer says otherwise, leaves it open
+whether the request was executed (`AnswerLost`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import grpc
+import grpc.aio
+import structlog
+from grpc.aio import EOF  # type: ignore[attr-defined]
+
+from moorage.barrier.etcdpb import POOL, rpc_pb2
+from moorage.errors import (
+    Conflict,
+    EnvironmentLacking,
+    Forbidden,
+    MoorageError,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+    UsageError,
+)
+from moorage.trust import TlsFiles
+
+log = structlog.get_logger(__name__)
+
+_OPTIONS: list[tuple[str, str | int]] = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # etcd closes connections of clients that ping more often than every 5 s.
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Retries are decided here, where it is known what a request does.
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    # Clients of one process share neither connections nor their backoff.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+
+_SERVICES = ("KV", "Watch", "Lease", "Maintenance", "Auth")
+_SUSPECT_SECONDS = 5.0  # how long an endpoint that failed is used only if no other one answers
+_UNSENT_TEXTS = ("etcdserver: no leader", "etcdserver: too many requests", "rpc not supported for learner")
+_TOKEN_TEXTS = (
+    "etcdserver: invalid auth token",
+    "etcdserver: user name is empty",
+    "etcdserver: revision of auth store is old",
+)
+# Codes with which etcd refuses a request before, or instead of, executing it.
+_REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.DATA_LOSS,
+}
+
+Failure: TypeAlias = Literal["token", "unsent", "refused", "unknown"]
+
+
+class AnswerLost(Exception):
+    """The request was sent; whether etcd executed it is not known."""
+
+
+class Compacted(Exception):
+    """The revision asked for is no longer in etcd's history."""
+
+
+def classify(code: grpc.StatusCode, details: str) -> Failure:
+    """What a failed call means.
+
+    ``token``: not executed, the token is no longer good. ``unsent``: not executed, another try may succeed.
+    ``refused``: not executed, and another try would be refused too. ``unknown``: perhaps executed.
+    """
+    if any(text in details for text in _TOKEN_TEXTS):
+        return "token"
+    if any(text in details for text in _UNSENT_TEXTS):
+        return "unsent"
+    return "refused" if code in _REFUSALS else "unknown"
+
+
+def refusal(code: grpc.StatusCode, details: str, where: str, user: str) -> Exception:
+    """The error to raise for a request that etcd refused."""
+    if code == grpc.StatusCode.OUT_OF_RANGE:
+        return Compacted(details)
+    if "authentication failed" in details:
+        return Forbidden(f"etcd at {where} does not accept user {user!r} with this password")
+    if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED) or "user name is empty" in details:
+        who = f"user {user!r}" if user else "an unnamed user"
+        return Forbidden(f"etcd at {where} denies {who}: {details}", "grant the user readwrite below /moorage/")
+    if code == grpc.StatusCode.NOT_FOUND:
+        return NotFound(f"etcd at {where}: {details}")
+    if "lease already exists" in details:
+        return Conflict(f"etcd at {where}: {details}")
+    if "space exceeded" in details:
+        return NoCapacity(f"etcd at {where} is full", "compact and defragment it, then disarm its alarm with etcdctl")
+    return MoorageError(f"etcd at {where} refused a request: {details}")
+
+
+def _target(endpoint: str, tls: bool) -> str:
+    """``host:port`` of ``endpoint``, which may be an ``http://`` or ``https://`` address."""
+    scheme, separator, rest = endpoint.rpartition("://")
+    if separator and (scheme not in ("http", "https") or (scheme == "https") != tls):
+        wanted = "https" if tls else "http"
+        raise UsageError(f"etcd endpoint {endpoint!r} does not begin with {wanted}://", "set or unset etcd's tls files")
+    host, _, port = rest.rstrip("/").rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"etcd endpoint {endpoint!r} is not HOST:PORT")
+    return f"{host}:{port}"
+
+
+def check_version(version: str, where: str) -> None:
+    """Raise `EnvironmentLacking` for releases that can lose data after a crash."""
+    if re.match(r"3\.5\.[0-2](\D|$)", version):
+        raise EnvironmentLacking(f"etcd at {where} is {version}, which can lose data", "upgrade it to 3.5.3 or newer")
+
+
+class Endpoint:
+    """One etcd member's address and the connection to it."""
+
+    def __init__(self, target: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.target = target
+        self.suspect_until = 0.0
+        self.version = ""
+        self.channel = (
+            grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
+            if credentials
+            else grpc.aio.insecure_channel(target, options=_OPTIONS)
+        )
+        self._stubs = {name: POOL.stub(f"etcdserverpb.{name}")(self.channel) for name in _SERVICES}
+
+    def method(self, name: str) -> Any:
+        """The callable of ``Service.Method``."""
+        service, _, method = name.partition(".")
+        return getattr(self._stubs[service], method)
+
+    def ready(self) -> bool:
+        """Whether the connection stands; if not, it is being tried."""
+        return self.channel.get_state(try_to_connect=True) == grpc.ChannelConnectivity.READY
+
+
+class Transport:
+    """All endpoints of one etcd cluster. Opened on first use, inside the running event loop."""
+
+    def __init__(self, endpoints: Sequence[str], tls: TlsFiles | None, user: str, password: str) -> None:
+        if not endpoints:
+            raise UsageError("no etcd endpoint given", "set etcd.endpoints in the configuration")
+        self._targets = [_target(endpoint, tls is not None) for endpoint in endpoints]
+        self._tls = tls
+        self.user = user
+        self._password = password
+        self._token = ""
+        self._token_lock = asyncio.Lock()
+        self._endpoints: list[Endpoint] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self.closed = False
+        self.where = ",".join(self._targets)
+
+    def _open(self) -> list[Endpoint]:
+        if self.closed:
+            raise Unavailable(f"the client of etcd at {self.where} is closed")
+        if not self._endpoints:
+            credentials = None
+            if self._tls:
+                try:
+                    ca, cert, key = self._tls.read()
+                except OSError as error:
+                    raise UsageError(f"etcd's TLS file {error.filename}: {error.strerror}") from error
+                credentials = grpc.ssl_channel_credentials(ca, key, cert)
+            self._endpoints = [Endpoint(target, credentials) for target in self._targets]
+            random.shuffle(self._endpoints)  # clients spread over the members
+            self._watchers = [asyncio.create_task(self._watch_state(endpoint)) for endpoint in self._endpoints]
+        return self._endpoints
+
+    async def _watch_state(self, endpoint: Endpoint) -> None:
+        state: grpc.ChannelConnectivity | None = None
+        while state != grpc.ChannelConnectivity.SHUTDOWN and not self.closed:
+            state = endpoint.channel.get_state()
+            self._changed.set()
+            await endpoint.channel.wait_for_state_change(state)
+
+    async def close(self) -> None:
+        """Close all connections. Calls in flight fail."""
+        self.closed = True
+        await asyncio.gather(*(endpoint.channel.close(None) for endpoint in self._endpoints), return_exceptions=True)
+        # Not cancelled but awaited: gRPC would complete the abandoned wait later, perhaps after the loop has ended.
+        _, late = await asyncio.wait(self._watchers, timeout=1) if self._watchers else (None, ())
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    async def connected(self, deadline: float) -> Endpoint:
+        """An endpoint whose connection stands, one that did not fail lately if there is one.
+
+        ``deadline`` is in the event loop's time. All endpoints are tried at once, so that one which swallows packets
+        costs nothing. Raises `Unavailable` at the deadline, `EnvironmentLacking` for a dangerous release.
+        """
+        loop = asyncio.get_running_loop()
+        endpoints = self._open()
+        patience = loop.time() + 0.5
+        while True:
+            self._changed.clear()
+            ready = [endpoint for endpoint in endpoints if endpoint.ready()]
+            now = loop.time()
+            good = [endpoint for endpoint in ready if endpoint.suspect_until <= now]
+            if ready and not good and (len(endpoints) == 1 or now >= patience):
+                good = ready
+            if good:
+                if await self._known_version(good[0], deadline):
+                    return good[0]
+                continue
+            if now >= deadline:
+                raise Unavailable(f"etcd at {self.where} cannot be reached", await self._explain())
+            until = min(deadline, patience if ready else deadline)
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _known_version(self, endpoint: Endpoint, deadline: float) -> bool:
+        if endpoint.version:
+            return True
+        left = deadline - asyncio.get_running_loop().time()
+        try:
+            status = await endpoint.method("Maintenance.Status")(
+                rpc_pb2.StatusRequest(), timeout=max(0.1, left), metadata=self._metadata()
+            )
+        except grpc.aio.AioRpcError as error:
+            if classify(error.code(), error.details() or "") in ("refused", "token"):
+                endpoint.version = "unknown"  # the status is not shown to this user
+                return True
+            self.suspect(endpoint)
+            await asyncio.sleep(0.05)
+            if left <= 0:
+                raise Unavailable(f"etcd at {self.where} does not answer", error.details() or "") from error
+            return False
+        check_version(status.version, endpoint.target)
+        endpoint.version = status.version or "unknown"
+        return True
+
+    async def _explain(self) -> str:
+        """Why no endpoint can be reached, for the hint."""
+        host, _, port = self._endpoints[0].target.rpartition(":")
+        try:
+            async with asyncio.timeout(0.5):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.close()
+        except TimeoutError:
+            return f"{host}:{port} does not answer to TCP: check addresses and firewalls"
+        except OSError as error:
+            return f"is it running? {host}:{port}: {error.strerror or error}"
+        if self._tls:
+            return f"{host}:{port} accepts TCP but not this TLS: check the files and the names in its certificate"
+        return f"{host}:{port} accepts TCP but does not speak plain gRPC: does it want TLS?"
+
+    def suspect(self, endpoint: Endpoint) -> None:
+        """Prefer other endpoints for a while."""
+        endpoint.suspect_until = asyncio.get_running_loop().time() + _SUSPECT_SECONDS
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        # hasleader: a member that has lost its leader answers so at once, and the call goes to another one.
+        leader = ("hasleader", "true")
+        return (leader, ("token", self._token)) if self._token else (leader,)
+
+    async def metadata(self, endpoint: Endpoint, timeout: float) -> tuple[tuple[str, str], ...]:
+        """Metadata of a call, with a token if this client has a user. Raises `Forbidden`, `grpc.aio.AioRpcError`."""
+        async with self._token_lock:
+            if self.user and not self._token:
+                request = rpc_pb2.AuthenticateRequest(name=self.user, password=self._password)
+                try:
+                    reply = await endpoint.method("Auth.Authenticate")(request, timeout=timeout)
+                except grpc.aio.AioRpcError as error:
+                    details = error.details() or ""
+                    if "authentication is not enabled" in details:
+                        return self._metadata()
+                    if classify(error.code(), details) == "refused":
+                        raise refusal(error.code(), details, endpoint.target, self.user) from error
+                    raise
+                self._token = reply.token
+        return self._metadata()
+
+    def forget_token(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        """The token that ``metadata`` carried is no longer good."""
+        if dict(metadata).get("token", "") == self._token:
+            self._token = ""
+
+    async def call(self, method: str, request: Any, *, timeout: float, idempotent: bool, stream: bool = False) -> Any:
+        """Make one request and return its answer, within ``timeout`` seconds.
+
+        Sent again while it surely was not executed, and with ``idempotent`` also when that is open. Otherwise
+        `AnswerLost`. ``stream``: the method streams both ways and answers each message with one.
+        Raises `Unavailable` (surely not executed, unless idempotent) or what `refusal` makes of etcd's answer.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        pause, tokens = 0.02, 0
+        while True:
+            endpoint = await self.connected(deadline)
+            left = max(0.05, deadline - loop.time())
+            if idempotent and len(self._endpoints) > 1:
+                left = max(left / 2, min(left, 0.5))  # leave time for another endpoint
+            sent = False
+            metadata: tuple[tuple[str, str], ...] = ()
+            try:
+                metadata = await self.metadata(endpoint, left)
+                sent = True
+                function = endpoint.method(method)
+                if stream:
+                    return await _exchange(function(timeout=left, metadata=metadata), request)
+                return await function(request, timeout=left, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                details = error.details() or error.code().name
+                meaning = classify(error.code(), details)
+                if meaning == "token" and self.user and tokens < 3:
+                    tokens += 1
+                    self.forget_token(metadata)
+                    continue
+                if meaning in ("refused", "token"):
+                    raise refusal(error.code(), details, endpoint.target, self.user) from error
+                self.suspect(endpoint)
+                if sent and meaning == "unknown" and not idempotent:
+                    raise AnswerLost(details) from error
+                if loop.time() >= deadline:
+                    raise Unavailable(f"etcd at {self.where} did not answer in time", details) from error
+                log.debug("etcd call failed, trying again", method=method, endpoint=endpoint.target, error=details)
+            await asyncio.sleep(min(pause, max(0.0, deadline - loop.time())))
+            pause = min(pause * 2, 0.5)
+
+
+async def _exchange(call: Any, request: Any) -> Any:
+    answered = False
+    try:
+        await call.write(request)
+        reply = await call.read()
+        if reply is EOF:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the stream ended early", None)
+        answered = True
+        await call.done_writing()
+        await call.read()
+        return reply
+    except grpc.aio.AioRpcError:
+        if answered:
+            return reply
+        raise
+    finally:
+        call.cancel()
