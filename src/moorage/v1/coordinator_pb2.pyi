@@ -913,26 +913,57 @@ class JobEvent(_message.Message):
 Global___JobEvent: _TypeAlias = JobEvent  # noqa: Y015
 
 @_typing.final
+class LogPosition(_message.Message):
+    """Where a caller stands in a pod's output, to go on behind it after its connection broke."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POD_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    pod: _builtins.int
+    incarnation: _builtins.int
+    offset: _builtins.int
+    def __init__(
+        self,
+        *,
+        pod: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        offset: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "offset", b"offset", "pod", b"pod"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogPosition: _TypeAlias = LogPosition  # noqa: Y015
+
+@_typing.final
 class LogsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     rank: _builtins.int
     """-1: all"""
     follow: _builtins.bool
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogPosition]: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         rank: _builtins.int = ...,
         follow: _builtins.bool = ...,
+        positions: _abc.Iterable[Global___LogPosition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "job", b"job", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "job", b"job", "positions", b"positions", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

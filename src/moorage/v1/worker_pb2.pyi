@@ -468,6 +468,7 @@ class LogChunk(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     POD_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     is_stderr: _builtins.bool
     time: _builtins.float
@@ -477,6 +478,7 @@ class LogChunk(_message.Message):
     pod: _builtins.int
     truncated: _builtins.bool
     """some output before this chunk is no longer kept"""
+    incarnation: _builtins.int
     def __init__(
         self,
         *,
@@ -487,10 +489,11 @@ class LogChunk(_message.Message):
         offset: _builtins.int = ...,
         pod: _builtins.int = ...,
         truncated: _builtins.bool = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "is_stderr", b"is_stderr", "offset", b"offset", "pod", b"pod", "rank", b"rank", "time", b"time", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "incarnation", b"incarnation", "is_stderr", b"is_stderr", "offset", b"offset", "pod", b"pod", "rank", b"rank", "time", b"time", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
