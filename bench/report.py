@@ -20,6 +20,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+import moorage
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 
@@ -36,48 +38,6 @@ class Target(msgspec.Struct, frozen=True):
     @property
     def met(self) -> bool:
         return self.value <= self.target if self.op == "<=" else self.value >= self.target
-
-
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a bench. ``figures`` maps a name to a number or to a mapping of numbers; units stand in the names."""
-
-    bench: str
-    figures: dict[str, Any]
-    targets: list[Target]
-    versions: dict[str, str] = msgspec.field(default_factory=dict)
-    machine: dict[str, Any] = msgspec.field(default_factory=lambda: machine())
-    commit: str = msgspec.field(default_factory=lambda: commit())
-    date: str = msgspec.field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-
-    def write(self, folder: Path = RESULTS) -> Path:
-        """Write ``<folder>/<bench>.json`` and return its path. A report without targets is an error."""
-        assert self.targets, "a bench without a target cannot fail"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.bench}.json"
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
-        return path
-
-    def show(self, console: Console | None = None) -> None:
-        """Print figures and targets."""
-        console = console or Console()
-        table = Table(title=f"{self.bench} · {self.machine.get('cpu', '')} × {self.machine.get('cpus', '')}")
-        table.add_column("figure")
-        table.add_column("value", justify="right")
-        for name, value in _flat(self.figures):
-            table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else str(value))
-        console.print(table)
-        table = Table(title="targets")
-        for column in ("target", "value", "wanted", "met"):
-            table.add_column(column, justify="left" if column == "target" else "right")
-        for target in self.targets:
-            met = "[green]yes[/green]" if target.met else "[red]no[/red]"
-            value, wanted = f"{target.value:,.3f} {target.unit}", f"{target.op} {target.target:g} {target.unit}"
-            table.add_row(target.name, value, wanted, met)
-        console.print(table)
-
-    def met(self) -> bool:
-        """Whether every target is met."""
-        return all(target.met for target in self.targets)
 
 
 def _flat(figures: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -119,8 +79,8 @@ def _lines(path: str) -> list[str]:
 
 def versions(*packages: str) -> dict[str, str]:
     """Versions of python, moorage and ``packages`` (distribution names)."""
-    found = {"python": platform.python_version()}
-    for package in ("moorage", *packages):
+    found = {"python": platform.python_version(), "moorage": moorage.__version__}
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -135,3 +95,45 @@ def commit() -> str:
         return subprocess.run(run, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a bench. ``figures`` maps a name to a number or to a mapping of numbers; units stand in the names."""
+
+    bench: str
+    figures: dict[str, Any]
+    targets: list[Target]
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+    machine: dict[str, Any] = msgspec.field(default_factory=machine)
+    commit: str = msgspec.field(default_factory=commit)
+    date: str = msgspec.field(default_factory=lambda: datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+
+    def write(self, folder: Path = RESULTS) -> Path:
+        """Write ``<folder>/<bench>.json`` and return its path. A report without targets is an error."""
+        assert self.targets, "a bench without a target cannot fail"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.bench}.json"
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+        return path
+
+    def show(self, console: Console | None = None) -> None:
+        """Print figures and targets."""
+        console = console or Console()
+        table = Table(title=f"{self.bench} · {self.machine.get('cpu', '')} x {self.machine.get('cpus', '')}")
+        table.add_column("figure")
+        table.add_column("value", justify="right")
+        for name, value in _flat(self.figures):
+            table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else str(value))
+        console.print(table)
+        table = Table(title="targets")
+        for column in ("target", "value", "wanted", "met"):
+            table.add_column(column, justify="left" if column == "target" else "right")
+        for target in self.targets:
+            met = "[green]yes[/green]" if target.met else "[red]no[/red]"
+            value, wanted = f"{target.value:,.3f} {target.unit}", f"{target.op} {target.target:g} {target.unit}"
+            table.add_row(target.name, value, wanted, met)
+        console.print(table)
+
+    def met(self) -> bool:
+        """Whether every target is met."""
+        return all(target.met for target in self.targets)
