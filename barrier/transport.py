@@ -243,12 +243,14 @@ class Transport:
         left = deadline - asyncio.get_running_loop().time()
         try:
             status = await endpoint.method("Maintenance.Status")(
-                rpc_pb2.StatusRequest(), timeout=max(0.1, left), metadata=self._metadata()
+                rpc_pb2.StatusRequest(), timeout=max(0.1, left), metadata=await self.metadata(endpoint, max(0.1, left))
             )
         except grpc.aio.AioRpcError as error:
-            if classify(error.code(), error.details() or "") in ("refused", "token"):
-                endpoint.version = "unknown"  # the status is not shown to this user
-                return True
+            if (meaning := classify(error.code(), error.details() or "")) in ("refused", "token"):
+                if meaning == "refused" or not self.user:
+                    endpoint.version = "unknown"  # the status is not shown to this user
+                    return True
+                self._token = ""
             self.suspect(endpoint)
             await asyncio.sleep(0.05)
             if left <= 0:
