@@ -31,7 +31,8 @@ from moorage.barrier.kv import (
     WatchBatch,
 )
 from moorage.barrier.op import get as op_get
-from moorage.barrier.transport import AnswerLost, Compacted, Transport
+from moorage.barrier.replies import AnswerLost, Compacted
+from moorage.barrier.transport import Transport
 from moorage.errors import Conflict, NotFound, Unavailable
 from moorage.trust import TlsFiles
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -19,16 +18,8 @@ import structlog
 from grpc.aio import EOF  # type: ignore[attr-defined]
 
 from moorage.barrier.etcdpb import POOL, rpc_pb2
-from moorage.errors import (
-    Conflict,
-    EnvironmentLacking,
-    Forbidden,
-    MoorageError,
-    NoCapacity,
-    NotFound,
-    Unavailable,
-    UsageError,
-)
+from moorage.barrier.replies import AnswerLost, check_version, classify, refusal
+from moorage.errors import Unavailable, UsageError
 from moorage.trust import TlsFiles
 
 log = structlog.get_logger(__name__)
@@ -42,7 +33,7 @@ _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # what one attempt to connect may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # Retries are decided here, where it is known what a request does.
     ("grpc.enable_retries", 0),
@@ -53,66 +44,8 @@ _OPTIONS: list[tuple[str, str | int]] = [
 
 _SERVICES = ("KV", "Watch", "Lease", "Maintenance", "Auth")
 _SUSPECT_SECONDS = 5.0  # how long an endpoint that failed is used only if no other one answers
-_UNSENT_TEXTS = ("etcdserver: no leader", "etcdserver: too many requests", "rpc not supported for learner")
-_TOKEN_TEXTS = (
-    "etcdserver: invalid auth token",
-    "etcdserver: user name is empty",
-    "etcdserver: revision of auth store is old",
-)
-# Codes with which etcd refuses a request before, or instead of, executing it.
-_REFUSALS = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.FAILED_PRECONDITION,
-    grpc.StatusCode.OUT_OF_RANGE,
-    grpc.StatusCode.NOT_FOUND,
-    grpc.StatusCode.ALREADY_EXISTS,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.DATA_LOSS,
-}
 
-Failure: TypeAlias = Literal["token", "unsent", "refused", "unknown"]
-
-
-class AnswerLost(Exception):
-    """The request was sent; whether etcd executed it is not known."""
-
-
-class Compacted(Exception):
-    """The revision asked for is no longer in etcd's history."""
-
-
-def classify(code: grpc.StatusCode, details: str) -> Failure:
-    """What a failed call means.
-
-    ``token``: not executed, the token is no longer good. ``unsent``: not executed, another try may succeed.
-    ``refused``: not executed, and another try would be refused too. ``unknown``: perhaps executed.
-    """
-    if any(text in details for text in _TOKEN_TEXTS):
-        return "token"
-    if any(text in details for text in _UNSENT_TEXTS):
-        return "unsent"
-    return "refused" if code in _REFUSALS else "unknown"
-
-
-def refusal(code: grpc.StatusCode, details: str, where: str, user: str) -> Exception:
-    """The error to raise for a request that etcd refused."""
-    if code == grpc.StatusCode.OUT_OF_RANGE:
-        return Compacted(details)
-    if "authentication failed" in details:
-        return Forbidden(f"etcd at {where} does not accept user {user!r} with this password")
-    if code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED) or "user name is empty" in details:
-        who = f"user {user!r}" if user else "an unnamed user"
-        return Forbidden(f"etcd at {where} denies {who}: {details}", "grant the user readwrite below /moorage/")
-    if code == grpc.StatusCode.NOT_FOUND:
-        return NotFound(f"etcd at {where}: {details}")
-    if "lease already exists" in details:
-        return Conflict(f"etcd at {where}: {details}")
-    if "space exceeded" in details:
-        return NoCapacity(f"etcd at {where} is full", "compact and defragment it, then disarm its alarm with etcdctl")
-    return MoorageError(f"etcd at {where} refused a request: {details}")
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
 def _target(endpoint: str, tls: bool) -> str:
@@ -127,12 +60,6 @@ def _target(endpoint: str, tls: bool) -> str:
     return f"{host}:{port}"
 
 
-def check_version(version: str, where: str) -> None:
-    """Raise `EnvironmentLacking` for releases that can lose data after a crash."""
-    if re.match(r"3\.5\.[0-2](\D|$)", version):
-        raise EnvironmentLacking(f"etcd at {where} is {version}, which can lose data", "upgrade it to 3.5.3 or newer")
-
-
 class Endpoint:
     """One etcd member's address and the connection to it."""
 
@@ -140,6 +67,7 @@ class Endpoint:
         self.target = target
         self.suspect_until = 0.0
         self.version = ""
+        self.lock = asyncio.Lock()
         self.channel = (
             grpc.aio.secure_channel(target, credentials, options=_OPTIONS)
             if credentials
@@ -238,27 +166,33 @@ class Transport:
                 continue
 
     async def _known_version(self, endpoint: Endpoint, deadline: float) -> bool:
-        if endpoint.version:
-            return True
-        left = deadline - asyncio.get_running_loop().time()
-        try:
-            status = await endpoint.method("Maintenance.Status")(
-                rpc_pb2.StatusRequest(), timeout=max(0.1, left), metadata=await self.metadata(endpoint, max(0.1, left))
-            )
-        except grpc.aio.AioRpcError as error:
-            if (meaning := classify(error.code(), error.details() or "")) in ("refused", "token"):
-                if meaning == "refused" or not self.user:
+        """Whether ``endpoint`` may be used: its version is read once, before its first use."""
+        async with endpoint.lock:
+            if endpoint.version:
+                return True
+            left = max(0.1, deadline - asyncio.get_running_loop().time())
+            try:
+                metadata = await self.metadata(endpoint, deadline)
+                status = await endpoint.method("Maintenance.Status")(
+                    rpc_pb2.StatusRequest(),
+                    timeout=left if len(self._endpoints) == 1 else min(left, 2.0),
+                    metadata=metadata,
+                )
+            except grpc.aio.AioRpcError as error:
+                meaning = classify(error.code(), error.details() or "")
+                if meaning == "refused" or (meaning == "token" and not self.user):
                     endpoint.version = "unknown"  # the status is not shown to this user
                     return True
-                self._token = ""
-            self.suspect(endpoint)
-            await asyncio.sleep(0.05)
-            if left <= 0:
-                raise Unavailable(f"etcd at {self.where} does not answer", error.details() or "") from error
-            return False
-        check_version(status.version, endpoint.target)
-        endpoint.version = status.version or "unknown"
-        return True
+                if meaning == "token":
+                    self._token = ""
+                self.suspect(endpoint)
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise Unavailable(f"etcd at {self.where} does not answer", error.details() or "") from error
+                await asyncio.sleep(0.05)
+                return False
+            check_version(status.version, endpoint.target)
+            endpoint.version = status.version or "unknown"
+            return True
 
     async def _explain(self) -> str:
         """Why no endpoint can be reached, for the hint."""
@@ -275,22 +209,31 @@ class Transport:
             return f"{host}:{port} accepts TCP but not this TLS: check the files and the names in its certificate"
         return f"{host}:{port} accepts TCP but does not speak plain gRPC: does it want TLS?"
 
+    def raise_if_closed(self) -> None:
+        """gRPC cancels whoever waits on a channel that is closed; to them that must not look like their own cancel."""
+        task = asyncio.current_task()
+        if self.closed and not (task and task.cancelling()):
+            raise Unavailable(f"the client of etcd at {self.where} was closed")
+
     def suspect(self, endpoint: Endpoint) -> None:
         """Prefer other endpoints for a while."""
         endpoint.suspect_until = asyncio.get_running_loop().time() + _SUSPECT_SECONDS
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
+    def _metadata(self) -> Metadata:
         # hasleader: a member that has lost its leader answers so at once, and the call goes to another one.
         leader = ("hasleader", "true")
         return (leader, ("token", self._token)) if self._token else (leader,)
 
-    async def metadata(self, endpoint: Endpoint, timeout: float) -> tuple[tuple[str, str], ...]:
+    async def metadata(self, endpoint: Endpoint, deadline: float) -> Metadata:
         """Metadata of a call, with a token if this client has a user. Raises `Forbidden`, `grpc.aio.AioRpcError`."""
+        if not self.user or self._token:
+            return self._metadata()
         async with self._token_lock:
-            if self.user and not self._token:
+            if not self._token:
+                left = max(0.1, min(2.0, deadline - asyncio.get_running_loop().time()))
                 request = rpc_pb2.AuthenticateRequest(name=self.user, password=self._password)
                 try:
-                    reply = await endpoint.method("Auth.Authenticate")(request, timeout=timeout)
+                    reply = await endpoint.method("Auth.Authenticate")(request, timeout=left)
                 except grpc.aio.AioRpcError as error:
                     details = error.details() or ""
                     if "authentication is not enabled" in details:
@@ -299,9 +242,9 @@ class Transport:
                         raise refusal(error.code(), details, endpoint.target, self.user) from error
                     raise
                 self._token = reply.token
-        return self._metadata()
+            return self._metadata()
 
-    def forget_token(self, metadata: tuple[tuple[str, str], ...]) -> None:
+    def forget_token(self, metadata: Metadata) -> None:
         """The token that ``metadata`` carried is no longer good."""
         if dict(metadata).get("token", "") == self._token:
             self._token = ""
@@ -322,14 +265,17 @@ class Transport:
             if idempotent and len(self._endpoints) > 1:
                 left = max(left / 2, min(left, 0.5))  # leave time for another endpoint
             sent = False
-            metadata: tuple[tuple[str, str], ...] = ()
+            metadata: Metadata = ()
             try:
-                metadata = await self.metadata(endpoint, left)
+                metadata = await self.metadata(endpoint, deadline)
                 sent = True
                 function = endpoint.method(method)
                 if stream:
                     return await _exchange(function(timeout=left, metadata=metadata), request)
                 return await function(request, timeout=left, metadata=metadata)
+            except asyncio.CancelledError:
+                self.raise_if_closed()
+                raise
             except grpc.aio.AioRpcError as error:
                 details = error.details() or error.code().name
                 meaning = classify(error.code(), details)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,7 +20,8 @@ from grpc.aio import EOF  # type: ignore[attr-defined]
 from moorage.barrier import wire
 from moorage.barrier.etcdpb import rpc_pb2
 from moorage.barrier.kv import Event, WatchBatch
-from moorage.barrier.transport import Transport, classify, refusal
+from moorage.barrier.replies import classify, refusal
+from moorage.barrier.transport import Transport
 from moorage.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -41,11 +43,12 @@ async def watch(client: EtcdClient, prefix: str, since: int) -> AsyncGenerator[W
     pause = 0.05
     while True:
         try:
-            async for batch in _stream(client, prefix, following):
-                following = batch.revision + 1
-                pause = 0.05
-                if batch.events:
-                    yield batch
+            async with aclosing(_stream(client, prefix, following)) as stream:
+                async for batch in stream:
+                    following = batch.revision + 1
+                    pause = 0.05
+                    if batch.events:
+                        yield batch
         except _Relist as reason:
             listing = await _list_patiently(client, prefix)
             log.warning("watch lost events, listed again", prefix=prefix, reason=str(reason), since=following)
@@ -75,7 +78,7 @@ async def _stream(client: EtcdClient, prefix: str, following: int) -> AsyncGener
     """Batches of one stream, from revision ``following`` on; also empty ones, whose revision is progress."""
     transport: Transport = client.transport
     endpoint = await transport.connected(asyncio.get_running_loop().time() + _PATIENCE)
-    metadata = await transport.metadata(endpoint, client.timeout)
+    metadata = await transport.metadata(endpoint, asyncio.get_running_loop().time() + client.timeout)
     call = endpoint.method("Watch.Watch")(metadata=metadata)
     create = rpc_pb2.WatchCreateRequest(
         key=prefix.encode(), range_end=wire.range_end(prefix), start_revision=following, progress_notify=True,
@@ -101,6 +104,9 @@ async def _stream(client: EtcdClient, prefix: str, following: int) -> AsyncGener
             if revision >= following:
                 following = revision + 1
                 yield WatchBatch(revision, news)
+    except asyncio.CancelledError:
+        transport.raise_if_closed()
+        raise
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
         meaning = classify(error.code(), details)
