@@ -1,0 +1,107 @@
+#include "launch.h"
+
+#include <fcntl.h>
+#include <grp.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+namespace moorage {
+namespace {
+
+[[noreturn]] void give_up(int code, const std::string& what, int error = 0) {
+  const std::string line = "moorage: " + what + (error ? std::string(": ") + std::strerror(error) : "") + "\n";
+  [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line.data(), line.size());
+  _exit(code);
+}
+
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> out;
+  out.reserve(strings.size() + 1);
+  for (std::string& text : strings) out.push_back(text.data());
+  out.push_back(nullptr);
+  return out;
+}
+
+void become_owner(const Config& config) {
+  if (setgroups(config.groups.size(), config.groups.data()) != 0) give_up(126, "setgroups", errno);
+  if (setresgid(config.gid, config.gid, config.gid) != 0) give_up(126, "setresgid", errno);
+  if (setresuid(config.uid, config.uid, config.uid) != 0) give_up(126, "setresuid", errno);
+}
+
+[[noreturn]] void run(const Config& config, const RankConfig& rank, int out, int err) {
+  setsid();
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  signal(SIGPIPE, SIG_DFL);
+  dup2(out, STDOUT_FILENO);
+  dup2(err, STDERR_FILENO);
+  // Opened here and not inherited: a descriptor from outside the pod could not be saved.
+  const int null = open("/dev/null", O_RDONLY);
+  if (null != STDIN_FILENO) {
+    if (null >= 0) {
+      dup2(null, STDIN_FILENO);
+      close(null);
+    } else {
+      close(STDIN_FILENO);
+    }
+  }
+  umask(config.umask);
+  become_owner(config);
+  if (chdir(config.cwd.c_str()) != 0) give_up(126, "working directory " + config.cwd, errno);
+  std::vector<std::string> environment = rank_environment(config, rank);
+  std::vector<std::string> arguments = rank.argv;
+  std::vector<char*> envp = pointers(environment);
+  std::vector<char*> argv = pointers(arguments);
+  environ = envp.data();
+  execvp(argv[0], argv.data());
+  const int error = errno;
+  if (error == ENOENT && access(argv[0], F_OK) == 0 && rank.argv[0].find('/') != std::string::npos) {
+    give_up(127, rank.argv[0] + ": the interpreter that its first line names is missing");
+  }
+  if (error == ENOENT || error == ENOTDIR) give_up(127, rank.argv[0] + ": command not found");
+  give_up(126, rank.argv[0] + ": cannot be executed", error);
+}
+
+bool make_pipe(int (&ends)[2], const Config& config) {
+  if (pipe2(ends, O_CLOEXEC) != 0) return false;
+  fcntl(ends[0], F_SETFL, O_NONBLOCK);
+  // A program that opens /dev/stdout opens the pipe anew and needs the right to. Without it writing works all the same.
+  [[maybe_unused]] const int ignored = fchown(ends[1], config.uid, config.gid);
+  return true;
+}
+
+}  // namespace
+
+Launched launch(const Config& config, const RankConfig& rank) {
+  int out[2] = {-1, -1};
+  int err[2] = {-1, -1};
+  Launched launched;
+  if (make_pipe(out, config) && make_pipe(err, config)) {
+    launched.pid = fork();
+    if (launched.pid == 0) run(config, rank, out[1], err[1]);
+  }
+  const int error = errno;
+  for (const int end : {out[1], err[1]}) {
+    if (end >= 0) close(end);
+  }
+  if (launched.pid < 0) {
+    for (const int end : {out[0], err[0]}) {
+      if (end >= 0) close(end);
+    }
+    errno = error;
+    return launched;
+  }
+  launched.out = out[0];
+  launched.err = err[0];
+  return launched;
+}
+
+}  // namespace moorage

@@ -1,0 +1,29 @@
+// moorage-init CONFIG: pid 1 of a pod.
+#include <unistd.h>
+
+#include <string>
+
+#include "config.h"
+#include "frames.h"
+#include "supervisor.h"
+
+namespace {
+
+constexpr int kBadConfig = 125;
+
+int fail(const std::string& why) {
+  moorage::FrameWriter writer(STDOUT_FILENO);
+  writer.submit_text(moorage::Kind::Stderr, 0, "moorage: " + why + "\n");
+  if (writer.flush()) writer.submit_number(moorage::Kind::Ended, 0, kBadConfig);
+  return kBadConfig;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) return fail("usage: moorage-init CONFIG");
+  moorage::Config config;
+  if (const std::string wrong = moorage::read_config(argv[1], config); !wrong.empty()) return fail(wrong);
+  moorage::Supervisor supervisor(config, STDOUT_FILENO);
+  return supervisor.run();
+}
