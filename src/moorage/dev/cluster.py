@@ -1,0 +1,281 @@
+"""Start, change and take down embedded clusters. Blocking; needs root.
+
+`up` writes down what it is about to make before it makes it, and `down` removes whatever of it is there, so a cluster
+that was interrupted half-way, or whose supervisor was killed, is taken down like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from moorage.config import DEV_CLIENT_FILE
+from moorage.dev import control, layout, network, ready, roles, sweep
+from moorage.dev.layout import RUN_FOLDER, Cluster, Node
+from moorage.dev.processes import Identity, end, end_all, naming
+from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NotFound, Unavailable, UsageError
+from moorage.runtime import programs
+
+Progress = Callable[[str], None]
+
+READY_SECONDS = 60.0
+MOST_NODES = 200
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+def _require_root() -> None:
+    if os.geteuid() != 0:
+        raise EnvironmentLacking("a dev cluster needs root (namespaces, mounts, CRIU)", "run this with sudo")
+
+
+def up(
+    *,
+    nodes: int = 3,
+    name: str = "dev",
+    state: Path | None = None,
+    lease_seconds: int = 5,
+    default: bool = True,
+    ready_seconds: float = READY_SECONDS,
+    progress: Progress = _quiet,
+) -> Cluster:
+    """Start a cluster and wait until it is ready.
+
+    ``default``: let `moorage` without further settings use it (the link `DEV_CLIENT_FILE`). Raises `Conflict` if a
+    cluster of that name is there, `UsageError`, `EnvironmentLacking`; `MoorageError` if a part does not come up, after
+    everything was removed again.
+    """
+    _require_root()
+    layout.check_name(name)
+    if not 1 <= nodes <= MOST_NODES:
+        raise UsageError(f"a dev cluster has 1 to {MOST_NODES} nodes, not {nodes}")
+    for program in ("etcd", "runc", "criu", "nft", "ip"):
+        programs.find(program)
+    with layout.locked(name):
+        cluster = _record(name, state, nodes, lease_seconds)
+        try:
+            _start(cluster, default=default, ready_seconds=ready_seconds, progress=progress)
+        except BaseException:
+            progress("taking down what was started")
+            _remove(cluster, _quiet, keep_logs=True)
+            raise
+    return cluster
+
+
+def _record(name: str, state: Path | None, nodes: int, lease_seconds: int) -> Cluster:
+    """Choose names, networks and ports, and write the state file."""
+    folder = (state or layout.DEFAULT_FOLDER / name).absolute()
+    with layout.locked(layout.MACHINE):
+        if name in layout.names():
+            raise Conflict(f"dev cluster {name} exists already", f"use it, or take it down: moorage dev down {name}")
+        if (folder / "cluster.json").exists():
+            raise Conflict(f"{folder} belongs to a dev cluster already", "name another folder")
+        if folder.exists() and any(folder.iterdir()):
+            raise Conflict(f"{folder} is not empty", "name an empty or new folder: `dev down` removes it")
+        RUN_FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        etcd, peer, coordinator = network.free_ports(3)
+        cluster = Cluster(
+            name=name,
+            state=str(folder),
+            subnet=layout.free_subnet(network.taken_networks()),
+            etcd_port=etcd,
+            etcd_peer_port=peer,
+            coordinator_port=coordinator,
+            lease_seconds=lease_seconds,
+        )
+        for _ in range(nodes):
+            cluster.new_node()
+        cluster.write()
+        _link(RUN_FOLDER / name, folder)
+        # Still under the machine's lock, so that nobody else takes the same network.
+        network.create(cluster)
+    return cluster
+
+
+def _link(link: Path, target: Path) -> None:
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    new.symlink_to(target)
+    new.rename(link)
+
+
+def _start(cluster: Cluster, *, default: bool, ready_seconds: float, progress: Progress) -> None:
+    progress(f"cluster {cluster.name}: {len(cluster.nodes)} nodes on {cluster.subnet}, state in {cluster.state}")
+    roles.write_files(cluster)
+    _create_store(cluster)
+    for node in cluster.nodes:
+        network.create_node(cluster, node)
+        roles.write_node_files(cluster, node)
+    _start_supervisor(cluster)
+    asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
+    if default:
+        _link(Path(DEV_CLIENT_FILE), cluster.folder / "client.toml")
+
+
+def _create_store(cluster: Cluster) -> None:
+    from moorage.store import Store  # not at import: the command must start fast
+
+    Store.open(roles.store(cluster), create=True)
+
+
+def _start_supervisor(cluster: Cluster) -> None:
+    """Start the supervisor and wait until it takes orders."""
+    path = cluster.folder / "log" / "supervisor.log"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    reading, writing = os.pipe()
+    try:
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "moorage.dev.supervisor", cluster.state, str(writing)],
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+            cwd="/",
+            pass_fds=(writing,),
+            start_new_session=True,
+        )
+    finally:
+        os.close(descriptor)
+        os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        if pipe.read() != b"ready":  # ends too when the supervisor dies
+            lines = path.read_text(errors="replace").splitlines()[-3:]
+            raise MoorageError("the supervisor did not start: " + " | ".join(lines), f"see {path}")
+
+
+def down(name: str = "dev", *, progress: Progress = _quiet) -> bool:
+    """Take a cluster down and remove all of it; False if there was none. Works on one that is half up. Idempotent."""
+    _require_root()
+    layout.check_name(name)
+    with layout.locked(name):
+        folder = layout.folder_of(name)
+        try:
+            cluster = layout.read(folder)
+        except NotFound:
+            (RUN_FOLDER / name).unlink(missing_ok=True)
+            return False
+        _remove(cluster, progress, keep_logs=False)
+    return True
+
+
+def _remove(cluster: Cluster, progress: Progress, *, keep_logs: bool) -> None:
+    progress(f"stopping the processes of cluster {cluster.name}")
+    with contextlib.suppress(Unavailable):
+        control.down(cluster)
+    _end_recorded(cluster)
+    for node in cluster.nodes:
+        progress(f"removing {node.name}")
+        _remove_node(cluster, node)
+    end_all(lambda: naming(cluster.folder))
+    sweep.unmount_below(cluster.folder)
+    with layout.locked(layout.MACHINE):
+        last = set(layout.names()) <= {cluster.name}
+        network.remove(cluster, last=last)
+        cluster.control.unlink(missing_ok=True)
+        _unlink_default(cluster)
+        if keep_logs:
+            _keep_logs(cluster)
+        shutil.rmtree(cluster.folder)
+        (RUN_FOLDER / cluster.name).unlink(missing_ok=True)
+    progress(f"cluster {cluster.name} is gone")
+
+
+def _end_recorded(cluster: Cluster) -> None:
+    """End what the supervisor wrote down, the supervisor first, for it would start the others again."""
+    try:
+        data = (cluster.folder / "processes.json").read_bytes()
+        recorded = msgspec.json.decode(data, type=dict[str, Identity])
+    except (FileNotFoundError, msgspec.DecodeError):
+        recorded = {}
+    if supervisor := recorded.pop("supervisor", None):
+        end([supervisor])
+    end(recorded.values())
+
+
+def _unlink_default(cluster: Cluster) -> None:
+    link = Path(DEV_CLIENT_FILE)
+    if link.is_symlink() and link.readlink() == cluster.folder / "client.toml":
+        others = [layout.folder_of(name) / "client.toml" for name in layout.names() if name != cluster.name]
+        others = [path for path in others if path.exists()]
+        if others:
+            _link(link, max(others, key=lambda path: path.stat().st_mtime))
+        else:
+            link.unlink()
+
+
+def _keep_logs(cluster: Cluster) -> None:
+    """Keep the logs of a start that failed, beside where the cluster's folder was."""
+    kept = cluster.folder.with_name(f"{cluster.folder.name}-failed-logs")
+    shutil.rmtree(kept, ignore_errors=True)
+    if (cluster.folder / "log").exists():
+        shutil.copytree(cluster.folder / "log", kept)
+
+
+def _remove_node(cluster: Cluster, node: Node) -> None:
+    """Remove everything of a node: processes, pods, mounts, cgroups, namespaces, cable, folder. Idempotent."""
+    folder = cluster.node_folder(node.name)
+    groups = sweep.cgroups_of(folder)
+    namespaces = network.pod_namespaces(cluster, node)
+    end_all(lambda: sweep.processes_of(cluster, node))
+    # Once more: a pod that was being started while the list was made.
+    groups |= sweep.cgroups_of(folder)
+    namespaces |= network.pod_namespaces(cluster, node)
+    for namespace in namespaces:
+        network.remove_namespace(namespace)
+    network.remove_node(cluster, node)
+    sweep.unmount_below(folder)
+    sweep.remove_cgroups(groups)
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def destroy(name: str, node_name: str) -> None:
+    """Lose a node for good: everything that runs on it is killed, its namespace and state folder are removed.
+
+    Nothing is told to the coordinator: it has to notice. Raises `NotFound`, `Unavailable`.
+    """
+    _require_root()
+    with layout.locked(name):
+        cluster = layout.find(name)
+        node = cluster.node(node_name)
+        # Cut first: a host that is gone says no good-byes.
+        network.cut(cluster, node, control_only=False)
+        control.stop(cluster, node.name, sweep.KILL)
+        _remove_node(cluster, node)
+        cluster.nodes.remove(node)
+        cluster.write()
+
+
+def add(name: str, *, ready_seconds: float = READY_SECONDS, progress: Progress = _quiet) -> Node:
+    """Add a node and wait until it is live. Raises `NotFound`, `Unavailable`, `MoorageError`."""
+    _require_root()
+    with layout.locked(name):
+        cluster = layout.find(name)
+        node = cluster.new_node()
+        cluster.write()
+        network.create_node(cluster, node)
+        roles.write_node_files(cluster, node)
+        control.start(cluster, node.name)
+        asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
+    return node
+
+
+def cut(name: str, node_name: str, *, control_only: bool = False) -> None:
+    """Pull a node's cable, or (``control_only``) cut it off from etcd and the coordinator alone."""
+    cluster = layout.find(name)
+    network.cut(cluster, cluster.node(node_name), control_only=control_only)
+
+
+def mend(name: str, node_name: str) -> None:
+    """Undo `cut`."""
+    cluster = layout.find(name)
+    network.mend(cluster, cluster.node(node_name))

@@ -1,0 +1,217 @@
+"""Where everything of an embedded cluster lies, and its state file.
+
+A cluster has one folder (0700), with all that it owns::
+
+    cluster.json         this module's `Cluster`: what exists, so that every command finds it again
+    processes.json       pid and start time of what the supervisor runs
+    client.toml  tls/    for clients; authority/ issues all certificates
+    etcd/  coordinator/  store/  log/
+    nodes/NODE/          the state folder of that node's worker; gone when the node is destroyed
+
+and a link ``/run/moorage/dev/NAME`` to it, by which it is found under its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import ipaddress
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from moorage.errors import CorruptData, NewerVersion, NotFound, UsageError
+
+VERSION = 1
+RUN_FOLDER = Path("/run/moorage/dev")
+DEFAULT_FOLDER = Path("/var/lib/moorage/dev")
+WORKER_PORT = 7400
+FIRST_NODE_ADDRESS = 11  # .1 is the bridge
+
+
+class Node(msgspec.Struct, kw_only=True):
+    """One namespace that stands for a host. ``number`` counts from 1 and is never used again."""
+
+    name: str
+    number: int
+    address: str
+
+    def worker_endpoint(self) -> str:
+        return f"{self.address}:{WORKER_PORT}"
+
+
+class Cluster(msgspec.Struct, kw_only=True):
+    """What exists of a cluster. Written before the things are made, so that `down` finds what is half made."""
+
+    version: int = VERSION
+    name: str
+    state: str
+    subnet: str  # the 10.x.y.0/24 of the bridge
+    etcd_port: int
+    etcd_peer_port: int
+    coordinator_port: int
+    lease_seconds: int
+    nodes: list[Node] = []
+    next_number: int = 1
+
+    @property
+    def id(self) -> str:
+        """Six characters that stand for the cluster in names of links and tables, which are short."""
+        return cluster_id(self.name)
+
+    @property
+    def bridge(self) -> str:
+        return f"mdev{self.id}"
+
+    @property
+    def table(self) -> str:
+        """The nftables table (family ip) with the way out to the world."""
+        return f"moorage_dev_{self.id}"
+
+    @property
+    def gateway(self) -> str:
+        """The machine's own address on the bridge: etcd and the coordinator listen there."""
+        return str(ipaddress.ip_network(self.subnet)[1])
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.state)
+
+    @property
+    def control(self) -> Path:
+        """The supervisor's socket; not in the cluster's folder, whose path may be too long for one."""
+        return RUN_FOLDER / f"{self.name}.sock"
+
+    def link(self, node: Node) -> str:
+        """The machine's end of the node's cable (at most 15 characters)."""
+        return f"mdev{self.id}n{node.number}"
+
+    def namespace(self, node: Node) -> str:
+        """The name of the node's network namespace under /run/netns."""
+        return f"mdev{self.id}-{node.name}"
+
+    def node_folder(self, node: str) -> Path:
+        return self.folder / "nodes" / node
+
+    def node(self, name: str) -> Node:
+        """The node called ``name``. Raises `NotFound`."""
+        for node in self.nodes:
+            if node.name == name:
+                return node
+        known = ", ".join(node.name for node in self.nodes) or "none"
+        raise NotFound(f"cluster {self.name} has no node {name}", f"its nodes: {known}")
+
+    def new_node(self) -> Node:
+        """Add the next node to the record (nothing else is made)."""
+        number = self.next_number
+        network = ipaddress.ip_network(self.subnet)
+        if FIRST_NODE_ADDRESS + number >= network.num_addresses:
+            raise UsageError(f"cluster {self.name} has used up its addresses", "start a new one")
+        node = Node(name=f"node-{number}", number=number, address=str(network[FIRST_NODE_ADDRESS + number - 1]))
+        self.next_number += 1
+        self.nodes.append(node)
+        return node
+
+    def write(self) -> None:
+        """Replace the state file."""
+        write_atomically(self.folder / "cluster.json", msgspec.json.format(msgspec.json.encode(self)))
+
+
+def cluster_id(name: str) -> str:
+    """Short name of the cluster ``name`` for links and tables."""
+    return hashlib.blake2b(name.encode(), digest_size=3).hexdigest()
+
+
+def check_name(name: str) -> str:
+    """``name`` if a cluster may be called so. Raises `UsageError`."""
+    if re.fullmatch(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?", name):
+        return name
+    raise UsageError(f"{name!r} is no name for a cluster", "use up to 32 lower-case letters, digits and inner dashes")
+
+
+def free_subnet(taken: Iterable[str]) -> str:
+    """The first 10.x.y.0/24 that overlaps none of ``taken`` (networks or addresses of this machine, any notation).
+
+    Raises `UsageError` if there is none.
+    """
+    used = [ipaddress.ip_network(network, strict=False) for network in taken]
+    used = [network for network in used if network.version == 4 and network.prefixlen > 0]
+    # High numbers first: hand-made networks mostly begin at 10.0.0.0.
+    for second in range(231, 200, -1):
+        for third in range(256):
+            candidate = ipaddress.ip_network(f"10.{second}.{third}.0/24")
+            if not any(candidate.overlaps(network) for network in used):
+                return str(candidate)
+    raise UsageError("no network 10.x.y.0/24 is free on this machine", "take unused clusters down: moorage dev down")
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file (0600) so that a reader sees the old content or the new, also after a crash."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    new.rename(path)
+
+
+def read(folder: Path) -> Cluster:
+    """The cluster in ``folder``. Raises `NotFound`, `CorruptData`, `NewerVersion`."""
+    path = folder / "cluster.json"
+    try:
+        cluster = msgspec.json.decode(path.read_bytes(), type=Cluster)
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no dev cluster in {folder}", "start one: moorage dev up") from error
+    except msgspec.DecodeError as error:
+        raise CorruptData(f"{path} is damaged: {error}", f"remove {folder} by hand") from error
+    if cluster.version > VERSION:
+        raise NewerVersion(f"{path} was written by a newer moorage", "use that one to take the cluster down")
+    return cluster
+
+
+def folder_of(name: str) -> Path:
+    """The folder of the cluster called ``name``, as its link says; else where it would be by default."""
+    try:
+        return (RUN_FOLDER / name).readlink()
+    except OSError:
+        return DEFAULT_FOLDER / name
+
+
+def find(name: str) -> Cluster:
+    """The cluster called ``name``. Raises `NotFound`."""
+    try:
+        return read(folder_of(check_name(name)))
+    except NotFound as error:
+        others = ", ".join(names())
+        hint = f"there are: {others}" if others else "start one: moorage dev up"
+        raise NotFound(f"there is no dev cluster called {name}", hint) from error
+
+
+def names() -> list[str]:
+    """The clusters of this machine, by name."""
+    found = {path.name for path in RUN_FOLDER.glob("*") if path.is_symlink() and path.name != "client.toml"}
+    found |= {path.parent.name for path in DEFAULT_FOLDER.glob("*/cluster.json")}
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold a lock of this machine (``name``: a cluster's, or `MACHINE`); waits for it. Freed when the process dies."""
+    folder = RUN_FOLDER / "locks"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # The file stays: removing a lock file lets two holders in.
+    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+#: The lock under which networks, ports and the machine's settings are chosen. No cluster can have this name.
+MACHINE = "MACHINE"

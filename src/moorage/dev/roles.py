@@ -1,0 +1,155 @@
+"""What the supervisor of an embedded cluster runs: certificates, configuration and command line of each process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import sys
+from pathlib import Path
+
+import msgspec
+
+from moorage import trust
+from moorage.config import ClientConfig, CoordinatorConfig, EtcdConfig, WorkerConfig, to_toml
+from moorage.dev.layout import Cluster, Node, write_atomically
+from moorage.dev.network import namespace_path
+from moorage.runtime import programs
+
+ETCD = "etcd"
+COORDINATOR = "coordinator"
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """One process: its command line and what is added to the environment. ``name`` is etcd, coordinator or a node's."""
+
+    name: str
+    argv: list[str]
+    environment: dict[str, str] = {}
+
+
+def user() -> str:
+    """The principal of whoever starts the cluster."""
+    return f"user:{pwd.getpwuid(os.getuid()).pw_name}"
+
+
+def _tls(cluster: Cluster, folder: Path, principal: str, *addresses: str) -> trust.TlsFiles:
+    files = trust.TlsFiles.in_folder(folder)
+    if not all(Path(path).exists() for path in (files.ca, files.cert, files.key)):
+        trust.issue(cluster.folder / "authority", folder, principal, addresses=addresses)
+    return files
+
+
+def _etcd(cluster: Cluster, tls: trust.TlsFiles) -> EtcdConfig:
+    return EtcdConfig(endpoints=[f"{cluster.gateway}:{cluster.etcd_port}"], tls=tls)
+
+
+def store(cluster: Cluster) -> str:
+    """Location of the cluster's store, shared by all its nodes."""
+    return f"file://{cluster.folder / 'store'}"
+
+
+def write_files(cluster: Cluster) -> None:
+    """Write authority, certificates and configuration of etcd, the coordinator and the clients. Idempotent."""
+    for name in ("authority", "etcd", "coordinator", "log", "nodes", "tls"):
+        (cluster.folder / name).mkdir(mode=0o700, exist_ok=True)
+    if not (cluster.folder / "authority" / "ca.pem").exists():
+        trust.create_authority(cluster.folder / "authority", f"moorage dev {cluster.name}")
+    _tls(cluster, cluster.folder / "etcd" / "tls", "etcd", cluster.gateway, "127.0.0.1")
+    tls = _tls(cluster, cluster.folder / "coordinator" / "tls", "coordinator", cluster.gateway)
+    endpoint = f"{cluster.gateway}:{cluster.coordinator_port}"
+    coordinator = CoordinatorConfig(
+        cluster=cluster.name,
+        listen=endpoint,
+        advertise=endpoint,
+        store=store(cluster),
+        tls=tls,
+        etcd=_etcd(cluster, tls),
+        state=str(cluster.folder / "coordinator"),
+        lease_seconds=cluster.lease_seconds,
+    )
+    write_atomically(cluster.folder / "coordinator" / "config.toml", to_toml(coordinator).encode())
+    client = ClientConfig(
+        coordinator=endpoint, tls=_tls(cluster, cluster.folder / "tls" / "client", user()), name=user()
+    )
+    write_atomically(cluster.folder / "client.toml", to_toml(client).encode())
+
+
+def write_node_files(cluster: Cluster, node: Node) -> None:
+    """Write a node's certificate and configuration into its state folder. Idempotent."""
+    folder = cluster.node_folder(node.name)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    tls = _tls(cluster, folder / "tls", f"worker:{node.name}", node.address)
+    worker = WorkerConfig(
+        cluster=cluster.name,
+        node=node.name,
+        address=node.address,
+        listen=node.worker_endpoint(),
+        state=str(folder),
+        store=store(cluster),
+        tls=tls,
+        etcd=_etcd(cluster, tls),
+        lease_seconds=cluster.lease_seconds,
+        labels={"dev": cluster.name},
+        uplink="eth0",
+        runtime=str(programs.prefixes()[0]),
+    )
+    write_atomically(folder / "config.toml", to_toml(worker).encode())
+
+
+def _daemon(kind: str, config: Path) -> list[str]:
+    # -P: with the project's root as working directory, `worker` and others must not be importable under bare names.
+    if importlib.util.find_spec(f"moorage.{kind}.__main__"):
+        return [sys.executable, "-P", "-m", f"moorage.{kind}", "--config", str(config)]
+    return [sys.executable, "-P", "-m", "moorage.cli.main", kind, "--config", str(config)]
+
+
+def _etcd_argv(cluster: Cluster) -> list[str]:
+    folder = cluster.folder / "etcd"
+    client, peer = (
+        f"https://{host}:{port}"
+        for host, port in ((cluster.gateway, cluster.etcd_port), ("127.0.0.1", cluster.etcd_peer_port))
+    )
+    tls = trust.TlsFiles.in_folder(folder / "tls")
+    return [
+        str(programs.find("etcd")),
+        f"--name={cluster.name}",
+        f"--data-dir={folder / 'data'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster={cluster.name}={peer}",
+        "--client-cert-auth=true",
+        f"--trusted-ca-file={tls.ca}",
+        f"--cert-file={tls.cert}",
+        f"--key-file={tls.key}",
+        "--peer-client-cert-auth=true",
+        f"--peer-trusted-ca-file={tls.ca}",
+        f"--peer-cert-file={tls.cert}",
+        f"--peer-key-file={tls.key}",
+        "--auto-compaction-mode=periodic",
+        "--auto-compaction-retention=1h",
+        "--logger=zap",
+        "--log-level=warn",
+    ]
+
+
+def role(cluster: Cluster, name: str) -> Role:
+    """The process called ``name``. Raises `NotFound` for a node that does not exist."""
+    if name == ETCD:
+        return Role(name=name, argv=_etcd_argv(cluster))
+    environment = {"MOORAGE_FAILPOINT_ROLE": name, "PYTHONUNBUFFERED": "1"}
+    if name == COORDINATOR:
+        argv = _daemon("coordinator", cluster.folder / "coordinator" / "config.toml")
+        return Role(name=name, argv=argv, environment=environment)
+    node = cluster.node(name)
+    # nsenter, not `ip netns exec`: the latter makes a mount namespace as well, which would hide the pods' mounts.
+    enter = ["nsenter", f"--net={namespace_path(cluster, node)}", "--"]
+    argv = enter + _daemon("worker", cluster.node_folder(name) / "config.toml")
+    return Role(name=name, argv=argv, environment=environment)
+
+
+def role_names(cluster: Cluster) -> list[str]:
+    """All processes, in the order in which they are started."""
+    return [ETCD, COORDINATOR, *(node.name for node in cluster.nodes)]
