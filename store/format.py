@@ -1,0 +1,166 @@
+"""The bytes of packs, chunks and objects: pure encoding and decoding. ``docs/store.md`` has the tables.
+
+Everything is little endian. Each header names its format version, codec, cipher, key and nonce, so that encryption can
+come without a new format; today the cipher is always `CIPHER_NONE` and the nonce zero.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import zstandard
+
+from moorage.errors import CorruptData, NewerVersion
+
+FORMAT = 1
+CODEC_RAW = 0
+CODEC_ZSTD = 1
+CIPHER_NONE = 0
+
+_CHUNK = struct.Struct("<4sBBBB8s24sII32s")
+_PACK = struct.Struct("<8sB7x8s16s16s8x")
+_OBJECT = struct.Struct("<8sBBBB8s24sQQ32s4x")
+_ENTRY = struct.Struct("<32sQII")
+_CHUNK_MAGIC = b"mChk"
+_PACK_MAGIC = b"mrgPack\0"
+_OBJECT_MAGIC = b"mrgObjt\0"
+_NO_NONCE = bytes(24)
+
+CHUNK_HEADER = _CHUNK.size
+PACK_HEADER = _PACK.size
+OBJECT_HEADER = _OBJECT.size
+NAME_BYTES = 32
+LARGEST_CHUNK = 16 << 20
+
+KIND_INDEX = 1
+KIND_POD = 2
+KIND_GLOBAL = 3
+KIND_BLOB = 4
+KIND_CONDEMNED = 5
+KIND_LEASE = 6
+KIND_PRUNE = 7
+
+
+class ChunkHeader(NamedTuple):
+    """What stands before a chunk's stored bytes in a pack. ``name`` is the keyed BLAKE3 of the plain bytes."""
+
+    name: bytes
+    codec: int
+    plain: int
+    stored: int
+
+
+class PackEntry(NamedTuple):
+    """One chunk of a pack, as an index object lists it. ``offset`` is that of the header, ``stored`` without it."""
+
+    name: bytes
+    offset: int
+    stored: int
+    plain: int
+
+
+def chunk_header(header: ChunkHeader, key_id: bytes) -> bytes:
+    """The `CHUNK_HEADER` bytes for ``header``; ``key_id`` is 8 bytes long."""
+    name, codec, plain, stored = header
+    return _CHUNK.pack(_CHUNK_MAGIC, FORMAT, codec, CIPHER_NONE, 0, key_id, _NO_NONCE, plain, stored, name)
+
+
+def parse_chunk_header(data: bytes | bytearray | memoryview, offset: int, where: str) -> ChunkHeader:
+    """Decode the header at ``offset``. Raises `CorruptData` (``where`` names the place), `NewerVersion`."""
+    try:
+        magic, version, codec, cipher, _, _, _, plain, stored, name = _CHUNK.unpack_from(data, offset)
+    except struct.error:
+        raise CorruptData(f"{where}: cut short inside a chunk's header") from None
+    if magic != _CHUNK_MAGIC:
+        raise CorruptData(f"{where}: no chunk header there")
+    if version > FORMAT or codec > CODEC_ZSTD or cipher > CIPHER_NONE:
+        raise newer(f"{where}: chunk of format {version}, codec {codec}, cipher {cipher}")
+    if not version or plain > LARGEST_CHUNK or stored > LARGEST_CHUNK + (1 << 16):
+        raise CorruptData(f"{where}: the chunk's header makes no sense")
+    return ChunkHeader(name, codec, plain, stored)
+
+
+def pack_header(key_id: bytes, nonce: bytes, pack: str) -> bytes:
+    """The first `PACK_HEADER` bytes of the pack ``pack`` (32 hex digits) of the store with ``nonce`` (16 bytes)."""
+    return _PACK.pack(_PACK_MAGIC, FORMAT, key_id, nonce, bytes.fromhex(pack))
+
+
+def check_pack_header(data: bytes | memoryview, nonce: bytes, pack: str) -> None:
+    """Raises `CorruptData` if ``data`` is not the head of that pack of that store, `NewerVersion`."""
+    if len(data) < PACK_HEADER:
+        raise CorruptData(f"pack {pack} is cut short")
+    magic, version, _, store, own = _PACK.unpack_from(data)
+    if magic != _PACK_MAGIC or not version:
+        raise CorruptData(f"pack {pack} does not begin like a pack")
+    if version > FORMAT:
+        raise newer(f"pack {pack} has format {version}")
+    if own.hex() != pack:
+        raise CorruptData(f"pack {pack} says that it is pack {own.hex()}")
+    if store != nonce:
+        raise CorruptData(f"pack {pack} belongs to another store")
+
+
+def encode_object(kind: int, payload: bytes, key_id: bytes, digest: bytes) -> bytes:
+    """A whole object (index, manifest, blob): header and payload, compressed if that makes it smaller."""
+    codec, stored = CODEC_RAW, payload
+    if len(payload) > 512:
+        packed = zstandard.ZstdCompressor(level=1).compress(payload)
+        if len(packed) < len(payload) * 0.9:
+            codec, stored = CODEC_ZSTD, packed
+    head = _OBJECT.pack(
+        _OBJECT_MAGIC, FORMAT, codec, CIPHER_NONE, kind, key_id, _NO_NONCE, len(payload), len(stored), digest
+    )
+    return head + stored
+
+
+def decode_object(data: bytes, kind: int, where: str) -> tuple[bytes, bytes]:
+    """``(payload, digest)`` of what `encode_object` made; the caller compares the digest.
+
+    Raises `CorruptData` when it is cut short, altered in a way that shows, or of another kind; `NewerVersion`.
+    """
+    if len(data) < OBJECT_HEADER:
+        raise CorruptData(f"{where} is cut short")
+    magic, version, codec, cipher, found, _, _, plain, stored, digest = _OBJECT.unpack_from(data)
+    if magic != _OBJECT_MAGIC or not version:
+        raise CorruptData(f"{where} is not an object of a moorage store")
+    if version > FORMAT or codec > CODEC_ZSTD or cipher > CIPHER_NONE:
+        raise newer(f"{where} has format {version}, codec {codec}, cipher {cipher}")
+    body = memoryview(data)[OBJECT_HEADER:]
+    if len(body) != stored:
+        raise CorruptData(f"{where} is cut short: {len(body)} of {stored} bytes")
+    if found != kind:
+        raise CorruptData(f"{where} is an object of another kind")
+    payload = bytes(body) if codec == CODEC_RAW else decompress(body, plain, where)
+    if len(payload) != plain:
+        raise CorruptData(f"{where} has {len(payload)} bytes where {plain} belong")
+    return payload, digest
+
+
+def decompress(data: bytes | memoryview, plain: int, where: str) -> bytes:
+    """Raises `CorruptData` unless ``data`` is a zstd frame of exactly ``plain`` bytes."""
+    try:
+        payload = zstandard.ZstdDecompressor().decompress(data, max_output_size=plain)
+    except zstandard.ZstdError as error:
+        raise CorruptData(f"{where}: {error}") from None
+    if len(payload) != plain:
+        raise CorruptData(f"{where} has {len(payload)} bytes where {plain} belong")
+    return payload
+
+
+def encode_entries(entries: list[PackEntry]) -> bytes:
+    """Index entries of one pack as bytes: 48 for each."""
+    return b"".join(_ENTRY.pack(*entry) for entry in entries)
+
+
+def decode_entries(data: bytes, where: str) -> Iterator[PackEntry]:
+    """The reverse of `encode_entries`. Raises `CorruptData`."""
+    if len(data) % _ENTRY.size:
+        raise CorruptData(f"{where} is cut short")
+    return map(PackEntry._make, _ENTRY.iter_unpack(data))
+
+
+def newer(what: str) -> NewerVersion:
+    """The error for something that a later release wrote."""
+    return NewerVersion(what, f"this moorage knows formats up to {FORMAT}: upgrade moorage on this machine")
