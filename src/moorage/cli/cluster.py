@@ -1,0 +1,144 @@
+"""The cluster and this machine: nodes, doctor, the embedded cluster, the daemons, the runtime's programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from moorage.cli.options import DryRun, Output, client, output_format
+from moorage.cli.output import bytes_text, progress, remark, write
+from moorage.cli.values import seconds
+from moorage.errors import EnvironmentLacking
+
+Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
+Config = Annotated[Path, typer.Option("--config", metavar="FILE", help="The daemon's settings (TOML).")]
+
+NODE_COLUMNS = [
+    ("node", lambda n: n.node),
+    ("state", lambda n: ("ready" if n.ready else "not ready") if n.live else "lost"),
+    ("address", lambda n: n.address),
+    ("cpus", lambda n: str(n.cpus)),
+    ("memory", lambda n: bytes_text(n.memory_bytes)),
+    ("gpus", lambda n: str(len(n.gpus))),
+    ("pods", lambda n: str(n.pods)),
+    ("version", lambda n: n.version),
+]
+
+
+def nodes(output: Output = None) -> None:
+    """List nodes."""
+    form = output_format(output)
+    with client() as api:
+        write(api.nodes(), form, columns=NODE_COLUMNS, empty="no nodes")
+
+
+def status(output: Output = None) -> None:
+    """Which coordinator leads, and where the store is."""
+    form = output_format(output)
+    with client(patience=3.0) as api:
+        write(api.status(), form)
+
+
+def doctor(
+    node: Annotated[str, typer.Option("--node", help="Ask this node (default: look at this machine).")] = "",
+    output: Output = None,
+) -> None:
+    """What this machine or a node can and cannot do, and the way out; exit code 126 if something is missing."""
+    form = output_format(output)
+    if node:
+        with client() as api:
+            findings = [(f.name, f.state, f.detail, f.cure) for f in api.describe_node(node)]
+    else:
+        from moorage.runtime.doctor import findings as look
+
+        with progress("looking at this machine"):
+            findings = [(f.name, f.state, f.detail, f.cure) for f in look()]
+    rows = [{"name": name, "state": state, "detail": detail, "cure": cure} for name, state, detail, cure in findings]
+    columns = [(title, lambda row, key=title: row[key]) for title in ("name", "state", "detail", "cure")]
+    write(rows, form, columns=columns)
+    if missing := [row["name"] for row in rows if row["state"] == "missing"]:
+        raise EnvironmentLacking(f"missing: {', '.join(missing)}", "the table says the way out")
+
+
+def install() -> None:
+    """Install CRIU, runc, etcd, nft and ip for moorage's own use (as root)."""
+    from moorage.runtime.install import install as lay
+
+    lay(progress=remark)
+
+
+def up(
+    nodes: Annotated[int, typer.Option("--nodes", help="How many nodes.")] = 3,
+    name: Name = "dev",
+    state: Annotated[Path | None, typer.Option(help="Folder of the cluster.")] = None,
+    lease: Annotated[str, typer.Option(help="How long a node may be silent before it counts as lost.")] = "5s",
+    output: Output = None,
+) -> None:
+    """Start etcd, a coordinator and N workers on this machine, each worker in a namespace that stands for a host."""
+    from moorage.dev import cluster
+
+    form = output_format(output)
+    with progress(f"cluster {name}") as update:
+        made = cluster.up(
+            nodes=nodes,
+            name=name,
+            state=state,
+            lease_seconds=max(1, round(seconds(lease, "--lease"))),
+            progress=lambda text: update(text, None),
+        )
+    summary = {
+        "name": made.name,
+        "state": made.state,
+        "client_config": str(made.folder / "client.toml"),
+        "nodes": [node.name for node in made.nodes],
+    }
+    write(summary, form)
+    remark("ready; `moorage nodes` shows it, `moorage dev down` removes it")
+
+
+def down(name: Name = "dev", dry_run: DryRun = False) -> None:
+    """Take a dev cluster down; nothing of it is left."""
+    from moorage.dev import cluster, layout
+
+    if dry_run:
+        found = layout.find(name)
+        remark(f"would remove cluster {name}, its {len(found.nodes)} nodes and {found.state}")
+        return
+    with progress(f"cluster {name}") as update:
+        there = cluster.down(name, progress=lambda text: update(text, None))
+    remark(f"cluster {name} is gone" if there else f"there is no cluster {name}")
+
+
+def destroy(node: Annotated[str, typer.Argument(metavar="NODE")], name: Name = "dev") -> None:
+    """Lose a node for good: all its processes are killed, its namespace and folder removed. Nobody is told."""
+    from moorage.dev import cluster
+
+    cluster.destroy(name, node)
+    remark(f"node {node} is gone")
+
+
+def add(name: Name = "dev") -> None:
+    """Add a node to a dev cluster."""
+    from moorage.dev import cluster
+
+    with progress(f"cluster {name}") as update:
+        node = cluster.add(name, progress=lambda text: update(text, None))
+    print(node.name)
+
+
+def coordinator(config: Config) -> None:
+    """Run a coordinator (the daemon)."""
+    from moorage.config import CoordinatorConfig, load
+    from moorage.coordinator.daemon import run
+
+    run(load(config, CoordinatorConfig))
+
+
+def worker(config: Config) -> None:
+    """Run a worker (the daemon)."""
+    from moorage.config import WorkerConfig, load
+    from moorage.worker.daemon import run
+
+    run(load(config, WorkerConfig))

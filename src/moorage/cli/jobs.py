@@ -1,0 +1,256 @@
+"""The verbs on a job."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moorage.cli.options import DryRun, JobArgument, Output, client, output_format
+from moorage.cli.output import age, bytes_text, line, progress, remark, when, write
+from moorage.cli.values import human_seconds, seconds
+from moorage.errors import DeadlineExceeded, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from moorage.coordinator.client import AttemptInfo, CheckpointInfo, JobInfo
+
+JOB_COLUMNS = [
+    ("job", lambda j: j.name or j.id),
+    ("phase", lambda j: j.phase),
+    ("pods", lambda j: str(len(j.pods))),
+    ("nodes", lambda j: ",".join(dict.fromkeys(p.node for p in j.pods if p.node))),
+    ("incarnation", lambda j: str(j.incarnation)),
+    ("restarts", lambda j: str(j.restarts)),
+    ("checkpoint", lambda j: j.latest_checkpoint),
+    ("age", lambda j: age(j.created)),
+    ("exit", lambda j: "" if j.exit_code is None else str(j.exit_code)),
+    ("reason", lambda j: j.reason),
+]
+
+
+def _steps(update: Any) -> Any:
+    order = ["preparing", "freezing", "sealing", "capturing", "persisting", "committed"]
+
+    def show(attempt: AttemptInfo) -> None:
+        fraction = (order.index(attempt.phase) + 1) / len(order) if attempt.phase in order else None
+        update(attempt.phase, fraction)
+
+    return show
+
+
+def _report(checkpoint: CheckpointInfo, output: str) -> None:
+    write(checkpoint, output) if output != "table" else print(checkpoint.id)
+    remark(
+        f"{bytes_text(checkpoint.bytes_total)}, {bytes_text(checkpoint.bytes_new)} of it new; "
+        f"the job stood still for {human_seconds(checkpoint.pause_seconds)}"
+    )
+
+
+def _plan(verb: str, info: JobInfo, output: str, **more: object) -> None:
+    write({"job": info.id, "phase": info.phase, "would": verb, **more}, output)
+
+
+def checkpoint(job: JobArgument, dry_run: DryRun = False, output: Output = None) -> None:
+    """Checkpoint a job; it runs on."""
+    form = output_format(output)
+    with client() as api, progress(f"checkpoint of {job}") as update:
+        found = api.job(job)
+        if dry_run:
+            return _plan("checkpoint", found.status(), form)
+        _report(found.checkpoint(progress=_steps(update)), form)
+
+
+def park(job: JobArgument, dry_run: DryRun = False, output: Output = None) -> None:
+    """Checkpoint a job and take it off its nodes."""
+    form = output_format(output)
+    with client() as api, progress(f"parking {job}") as update:
+        found = api.job(job)
+        if dry_run:
+            return _plan("park", found.status(), form)
+        _report(found.park(progress=_steps(update)), form)
+
+
+def move(
+    job: JobArgument,
+    to: Annotated[str, typer.Option("--to", metavar="NODE,...", help="Where to (default: moorage chooses).")] = "",
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
+    """Checkpoint a job and restore it on other nodes."""
+    form = output_format(output)
+    nodes = [node for node in to.split(",") if node]
+    with client() as api, progress(f"moving {job}") as update:
+        found = api.job(job)
+        if dry_run:
+            return _plan("move", found.status(), form, to=nodes)
+        _moved(found.move(nodes, progress=_steps(update)), form)
+
+
+def restore(
+    job: JobArgument,
+    checkpoint: Annotated[str, typer.Option(help="Which checkpoint (default: the newest).")] = "",
+    on: Annotated[str, typer.Option("--on", metavar="NODE,...", help="Where (default: moorage chooses).")] = "",
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
+    """Bring a job back from a checkpoint."""
+    form = output_format(output)
+    nodes = [node for node in on.split(",") if node]
+    with client() as api, progress(f"restoring {job}") as update:
+        found = api.job(job)
+        if dry_run:
+            return _plan("restore", found.status(), form, checkpoint=checkpoint, on=nodes)
+        update("restoring", None)
+        _moved(found.restore(checkpoint or None, on=nodes), form)
+
+
+def _moved(info: JobInfo, form: str) -> None:
+    write(info, form) if form != "table" else write([info], form, columns=JOB_COLUMNS)
+    if info.last_restore_seconds:
+        remark(f"restored in {human_seconds(info.last_restore_seconds)}")
+
+
+def stop(
+    job: JobArgument,
+    checkpoint: Annotated[bool, typer.Option("--checkpoint", help="Take a last checkpoint first.")] = False,
+    grace: Annotated[str, typer.Option(help="Time between SIGTERM and SIGKILL.")] = "10s",
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
+    """Stop a job for good."""
+    form = output_format(output)
+    with client() as api, progress(f"stopping {job}"):
+        found = api.job(job)
+        if dry_run:
+            return _plan("stop", found.status(), form, checkpoint=checkpoint)
+        info = found.stop(checkpoint=checkpoint, grace=seconds(grace, "--grace"))
+        write(info, form) if form != "table" else write([info], form, columns=JOB_COLUMNS)
+
+
+def wait(
+    job: JobArgument,
+    timeout: Annotated[str, typer.Option(help="Give up after so long.")] = "",
+    output: Output = None,
+) -> None:
+    """Wait until a job is over; ends with its exit code."""
+    from moorage.cli.follow import exit_code
+
+    form = output_format(output)
+    limit = seconds(timeout, "--timeout") if timeout else None
+    with client() as api:
+        try:
+            info = api.job(job).wait(timeout=limit)
+        except TimeoutError:
+            raise DeadlineExceeded(f"job {job} is not over after {timeout}", "it runs on") from None
+    if form != "table":
+        write(info, form)
+    raise typer.Exit(exit_code(info))
+
+
+def jobs(
+    all: Annotated[bool, typer.Option("-a", "--all", help="Also those that are over.")] = False,
+    output: Output = None,
+) -> None:
+    """List jobs."""
+    form = output_format(output)
+    with client() as api:
+        write(api.jobs(all=all), form, columns=JOB_COLUMNS, empty="no jobs")
+
+
+def show(
+    thing: Annotated[str, typer.Argument(metavar="THING", help="A job, node or checkpoint.")], output: Output = None
+) -> None:
+    """Show one job, node or checkpoint in full."""
+    form = output_format(output)
+    with client() as api:
+        try:
+            return write(api.job(thing).status(), form)
+        except NotFound:
+            pass
+        for found in (*api.nodes(), *api.checkpoints()):
+            if thing == (getattr(found, "node", None) or getattr(found, "id", None)):
+                return write(found, form)
+    raise NotFound(
+        f"{thing} is no job, node or checkpoint", "see `moorage jobs -a`, `moorage nodes`, `moorage checkpoints`"
+    )
+
+
+def events(
+    job: JobArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job is over.")] = False,
+    output: Output = None,
+) -> None:
+    """What happened to a job, in plain sentences."""
+    form = output_format(output)
+    with client() as api:
+        for event in api.job(job).events(follow=follow):
+            line(event, form, f"{when(event.time)}  {event.sentence}")
+
+
+def logs(
+    job: JobArgument,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job is over.")] = False,
+    rank: Annotated[int, typer.Option(help="Only this rank.")] = -1,
+    output: Output = None,
+) -> None:
+    """What the ranks wrote."""
+    from moorage.cli.follow import Printer
+
+    form = output_format(output)
+    with client() as api:
+        found = api.job(job)
+        ranks = found.status().ranks
+        if rank >= ranks:
+            raise UsageError(f"job {job} has no rank {rank}", f"its ranks are 0 to {ranks - 1}")
+        printer = Printer(ranks if rank < 0 else 1)
+        try:
+            for piece in found.logs(rank=rank, follow=follow):
+                if form == "table":
+                    printer.take(piece)
+                else:
+                    text = piece.data.decode(errors="replace")
+                    line({"rank": piece.rank, "stderr": piece.stderr, "time": piece.time, "text": text}, form, "")
+        finally:
+            printer.finish()
+
+
+def pull(
+    job: JobArgument,
+    path: Annotated[str, typer.Argument(help="Path in the job (default: what changed in its folder).")] = "",
+    to: Annotated[Path, typer.Option("--to", help="Folder to write into.")] = Path(),
+    output: Output = None,
+) -> None:
+    """Copy files out of a job."""
+    form = output_format(output)
+    with client() as api:
+        files = api.job(job).pull(path, to=to)
+    if form == "table":
+        print("\n".join(files)) if files else remark("nothing changed")
+    else:
+        write({"to": str(to), "files": files}, form)
+
+
+def exec_(
+    job: JobArgument,
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What to run.")],
+    rank: Annotated[int, typer.Option(help="In the pod and environment of this rank.")] = 0,
+) -> None:
+    """Run a command beside a rank; ends with its exit code."""
+
+    def take(data: bytes, is_stderr: bool) -> None:
+        stream = sys.stderr if is_stderr else sys.stdout
+        stream.buffer.write(data)
+        stream.flush()
+
+    async def typed() -> AsyncIterator[bytes]:
+        while data := await asyncio.to_thread(os.read, sys.stdin.fileno(), 65536):
+            yield data
+
+    with client() as api:
+        stdin = None if sys.stdin.isatty() else typed()
+        raise typer.Exit(api.job(job).exec(command, rank=rank, stdin=stdin, output=take))

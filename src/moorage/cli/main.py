@@ -1,0 +1,112 @@
+"""The command `moorage`. Errors become one line and an exit code of the table in docs/exit-codes.md."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated, Any
+
+import click
+import typer
+
+from moorage import __version__
+from moorage.cli import checkpoints, cluster, jobs, launch
+from moorage.cli.options import config_file, global_flags
+from moorage.errors import MoorageError, UsageError
+
+app = typer.Typer(
+    name="moorage",
+    help="Freeze a running distributed job at one consistent instant, save it, and bring it back on other hardware.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+dev = typer.Typer(help="A whole cluster on this machine, to try moorage and to test with.", no_args_is_help=True)
+runtime = typer.Typer(help="The programs that moorage stands on: CRIU, runc, etcd.", no_args_is_help=True)
+app.add_typer(dev, name="dev")
+app.add_typer(runtime, name="runtime")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"moorage {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    coordinator: Annotated[str | None, typer.Option(metavar="HOST:PORT[,...]", help="The coordinators.")] = None,
+    config: Annotated[str | None, typer.Option(metavar="FILE", help="The one configuration file to read.")] = None,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    global_flags["coordinator"] = coordinator
+    config_file[0] = config
+
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+for _command in (
+    launch.run,
+    jobs.checkpoint,
+    jobs.park,
+    jobs.restore,
+    jobs.move,
+    jobs.stop,
+    jobs.wait,
+    jobs.jobs,
+    jobs.show,
+    jobs.events,
+    jobs.logs,
+    jobs.pull,
+    cluster.nodes,
+    checkpoints.checkpoints,
+    checkpoints.inspect,
+    checkpoints.check,
+    checkpoints.prune,
+    checkpoints.pin,
+    checkpoints.unpin,
+    cluster.status,
+    cluster.doctor,
+    cluster.coordinator,
+    cluster.worker,
+):
+    app.command()(_command)
+app.command(name="exec")(jobs.exec_)
+app.command(name="torchrun", context_settings=_PASS_ON)(launch.torchrun)
+for _command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
+    dev.command()(_command)
+runtime.command(name="install")(cluster.install)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command and exit."""
+    try:
+        # Not standalone: a mistake in the command line must end with moorage's own code, not with a job's (2).
+        code = app(args=arguments, prog_name="moorage", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        sys.stderr.write(error.format_message() + "\n")
+        sys.exit(UsageError.exit_code)
+    except click.ClickException as error:
+        sys.stderr.write(f"moorage: {error.format_message()}\n")
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            sys.stderr.write(f"  `{context.command_path} --help` says more\n")
+        sys.exit(UsageError.exit_code)
+    except click.Abort:
+        sys.exit(130)
+    except MoorageError as error:
+        sys.stderr.write(f"moorage: {error.message}\n")
+        if error.hint:
+            sys.stderr.write(f"  {error.hint}\n")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output went away (`moorage events X | head`): nothing to say, and nowhere to say it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

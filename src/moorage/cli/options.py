@@ -1,0 +1,42 @@
+"""Options that many commands share, and the client that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from moorage import config
+
+if TYPE_CHECKING:
+    from moorage.coordinator.client import Client
+
+Output = Annotated[
+    str | None, typer.Option("--output", "-o", metavar="table|json|yaml", help="How to print data.", show_default=False)
+]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name or id.")]
+CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
+
+#: Flags given before the command (`moorage --coordinator HOST:PORT jobs`), by `moorage.config` name.
+global_flags: dict[str, str | None] = {}
+config_file: list[str | None] = [None]
+
+
+def output_format(flag: str | None) -> str:
+    """The output format: the flag, else the settings. Raises `UsageError`."""
+    flags = dict(global_flags)
+    if flag:
+        flags["output"] = flag
+    return config.output_format(config.client_settings(flags, config=config_file[0]))
+
+
+@contextmanager
+def client(*, patience: float = 30.0) -> Iterator[Client]:
+    """A client from flags, environment and files. Raises `UsageError` if no coordinator is configured."""
+    from moorage.coordinator.client import Client
+
+    with Client(config=config.client_config(global_flags, config=config_file[0]), patience=patience) as made:
+        yield made
