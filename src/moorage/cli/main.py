@@ -6,7 +6,6 @@ import os
 import sys
 from typing import Annotated, Any
 
-import click
 import typer
 
 from moorage import __version__
@@ -73,8 +72,8 @@ for _command in (
     app.command()(_command)
 app.command(name="exec")(jobs.exec_)
 app.command(name="torchrun", context_settings=_PASS_ON)(launch.torchrun)
-for _command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
-    dev.command()(_command)
+for _dev_command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
+    dev.command()(_dev_command)
 runtime.command(name="install")(cluster.install)
 
 
@@ -84,28 +83,27 @@ def main(arguments: list[str] | None = None) -> Any:
         # Not standalone: a mistake in the command line must end with moorage's own code, not with a job's (2).
         code = app(args=arguments, prog_name="moorage", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
-    except click.exceptions.NoArgsIsHelpError as error:
-        sys.stderr.write(error.format_message() + "\n")
-        sys.exit(UsageError.exit_code)
-    except click.ClickException as error:
-        sys.stderr.write(f"moorage: {error.format_message()}\n")
-        context = getattr(error, "ctx", None)
-        if context is not None:
-            sys.stderr.write(f"  `{context.command_path} --help` says more\n")
-        sys.exit(UsageError.exit_code)
-    except click.Abort:
-        sys.exit(130)
     except MoorageError as error:
         sys.stderr.write(f"moorage: {error.message}\n")
         if error.hint:
             sys.stderr.write(f"  {error.hint}\n")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away (`moorage events X | head`): nothing to say, and nowhere to say it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except Exception as error:
+        # The parser's own errors: their class is click's or typer's copy of click, depending on typer's release.
+        describe = getattr(error, "format_message", None)
+        if describe is None:
+            raise
+        if message := describe():
+            sys.stderr.write(f"moorage: {message}\n")
+        if context := getattr(error, "ctx", None):
+            sys.stderr.write(f"  `{context.command_path} --help` says more\n")
+        sys.exit(UsageError.exit_code)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,29 @@ class _Parser(argparse.ArgumentParser):
 
 _RUN_PATH = "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 _OWN = frozenset(
-    "detach name checkpoint_every keep_last on_failure if_exists if_incompatible hang_timeout attempt_deadline mount env"
-    " user image shm_size cpus memory publish on gpus_per_pod output virtual_local_rank".split()
+    (
+        "detach",
+        "name",
+        "checkpoint_every",
+        "keep_last",
+        "on_failure",
+        "if_exists",
+        "if_incompatible",
+        "hang_timeout",
+        "attempt_deadline",
+        "mount",
+        "env",
+        "user",
+        "image",
+        "shm_size",
+        "cpus",
+        "memory",
+        "publish",
+        "on",
+        "gpus_per_pod",
+        "output",
+        "virtual_local_rank",
+    )
 )
 _NO_EFFECT = "accepted; has no effect under moorage"
 
