@@ -1,0 +1,146 @@
+"""From a plan to running pods: place, raise the incarnation, fence, start or restore, release.
+
+The incarnation is raised in the transaction that holds the new placement; nothing of it is ordered before every older
+pod is known to be gone. A failure excludes the node and begins again; when no node is left the job is parked, its
+checkpoint untouched (or has failed, if it was never checkpointed).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moorage.coordinator.machine import ending, failure
+from moorage.coordinator.machine.events import Done, Failed, Placed, Unplaceable
+from moorage.coordinator.machine.instructions import Release
+from moorage.coordinator.machine.state import BringUp, Ending
+from moorage.coordinator.machine.turn import Turn
+
+#: Errors that no other node would cure.
+HOPELESS = frozenset({"UsageError", "Refused", "CorruptData", "NewerVersion", "NotFound", "Forbidden"})
+
+
+def begin(t: Turn, plan: BringUp, why: str) -> None:
+    """Take up ``plan``; the job must not be in an attempt any more."""
+    t.begin_bringup(plan)
+    t.phase("restoring" if plan.checkpoint else "starting", why)
+
+
+def placed(t: Turn, event: Placed) -> None:
+    """There is a seat for every pod."""
+    state = t.state
+    t.set(slot=state.slot or event.slot)
+    t.raise_incarnation(event.seats, event.vni)
+    if t.state.fencing:
+        where = ", ".join(dict.fromkeys(target.node for target in t.state.fencing))
+        t.bringup_step("fencing", f"first nothing older may run on {where}", waiting_since=0.0)
+    else:
+        t.bringup_step("loading", "nothing older can run", waiting_since=0.0)
+    if state.phase == "pending":
+        t.phase("starting")
+
+
+def unplaceable(t: Turn, event: Unplaceable) -> None:
+    """No placement now. Somebody who asked is told; a failed job waits a while for a node."""
+    plan = _current(t)
+    if t.state.phase == "pending":
+        t.set(reason=f"waits for nodes: {event.reason}")
+    elif plan.cause != "failure" or plan.exclude:
+        give_up(t, f"{plan.trouble}; {event.reason}" if plan.trouble else event.reason)
+    elif not plan.waiting_since:
+        waiting = msgspec.structs.replace(plan, waiting_since=t.now)
+        t.set(bringup=waiting, reason=f"waits for nodes: {event.reason}")
+        t.say("restore.waiting", f"{t.state.name} waits for a node: {event.reason}")
+
+
+def fenced(t: Turn) -> None:
+    """No older pod can run."""
+    plan = t.state.bringup
+    if plan is not None and plan.step == "fencing":
+        t.bringup_step("loading", "the new pods are brought up")
+
+
+def done(t: Turn, event: Done) -> None:
+    """All pods are loaded, or released."""
+    plan = _current(t)
+    if not isinstance(event.of, Release) and plan.checkpoint:
+        t.bringup_step("releasing")
+        return
+    seconds = round(max(0.0, t.now - plan.ordered), 3)
+    since = "the order" if plan.cause in ("user", "move") else "the failure"
+    heartbeat = t.policies.heartbeat.next_due(t.state.policy, end=t.now, failed_attempts=0)
+    t.phase("running", seconds=seconds, since=since)
+    t.set(
+        bringup=None,
+        started=t.state.started or t.now,
+        next_checkpoint=heartbeat,
+        failed_attempts=0,
+        last_restore_seconds=seconds if plan.checkpoint else t.state.last_restore_seconds,
+    )
+    failure.judge_exits(t)
+
+
+def failed(t: Turn, event: Failed) -> None:
+    """A pod could not be brought up."""
+    what = "restored" if _current(t).checkpoint else "started"
+    where = f"pod {event.pod} could not be {what} on {event.node}: " if event.node else ""
+    why = f"{where}{event.message}"
+    if event.error_kind in HOPELESS or not event.node:
+        give_up(t, why)
+    else:
+        retry(t, why, event.node, misfit=event.error_kind == "Incompatible")
+
+
+def broke(t: Turn, pod: int, reason: str) -> None:
+    """A pod that had been brought up is gone before all of them run."""
+    node = t.state.seats[pod].node
+    retry(t, f"pod {pod} was lost on {node}: {reason}", node)
+
+
+def node_lost(t: Turn, node: str) -> None:
+    """A node of the new placement is gone; the others need not be avoided."""
+    if _current(t).step != "placing":
+        t.say("node.lost", f"node {node} was lost", node=node)
+        t.bringup_step("placing", f"node {node} was lost", trouble=f"node {node} was lost")
+
+
+def retry(t: Turn, why: str, node: str, *, misfit: bool = False) -> None:
+    """Choose again, without ``node``."""
+    plan = _current(t)
+    first = not plan.exclude
+    t.bringup_step(
+        "placing",
+        why,
+        exclude=tuple(dict.fromkeys((*plan.exclude, node))),
+        trouble=why,
+        misfits=misfit and (first or plan.misfits),
+    )
+
+
+def patience_over(t: Turn) -> None:
+    """No node has come."""
+    give_up(t, t.state.reason)
+
+
+def give_up(t: Turn, why: str) -> None:
+    """There is no way left: cold start if the owner said so, park if there is a checkpoint, fail otherwise."""
+    plan = _current(t)
+    if plan.misfits and t.state.policy.cold_start and plan.checkpoint:
+        t.set(base="")
+        begin(t, BringUp(cause="failure", ordered=t.now, on=plan.on, trace=plan.trace), f"{why}; its owner allows that")
+        return
+    t.set(bringup=None)
+    if not plan.checkpoint:
+        ending.begin(t, Ending(verdict="failed", step="killing", reason=why))
+        return
+    if t.state.seats:
+        t.raise_incarnation()
+    if t.state.fencing:
+        t.phase("parking", why)
+    else:
+        t.phase("parked", why)
+
+
+def _current(t: Turn) -> BringUp:
+    plan = t.state.bringup
+    assert plan is not None
+    return plan
