@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-type_bytes = bytes | bytearray | memoryview
+Data = bytes | bytearray | memoryview
 
 
 class Entry(NamedTuple):
@@ -25,7 +25,7 @@ class Entry(NamedTuple):
 class Sink(Protocol):
     """A pack that is being written, by one thread at a time. Nobody refers to it before `finish` has returned."""
 
-    def write(self, buffers: Sequence[type_bytes]) -> None:
+    def write(self, buffers: Sequence[Data]) -> None:
         """Append all of ``buffers``. Raises `NoCapacity` when the store is full, `Unavailable`."""
 
     def finish(self) -> None:
@@ -55,7 +55,7 @@ class Backend(Protocol):
     def settle_seconds(self) -> float:
         """For how long another host's listing may be stale (0 for a local file system)."""
 
-    def put(self, name: str, data: type_bytes) -> bool:
+    def put(self, name: str, data: Data) -> bool:
         """Create ``name`` with ``data``, whole or not at all, durable on return. False: the name exists already."""
 
     def create(self, name: str) -> Sink:

@@ -46,7 +46,7 @@ def check(
 ) -> CheckResult:
     """See `Store.check`."""
     store.index.refresh()
-    problems: list[str] = []
+    problems = list(store.index.damaged.values())
     pods = 0
     chunks: dict[bytes, int] = {}
     for name in store.read_global_manifest(global_manifest).pods:
@@ -69,16 +69,19 @@ def check(
 
     def verify(batch: list[tuple[Location, bytes]]) -> None:
         nonlocal done
-        for _, name in batch:
-            try:
-                for _ in store.reader.groups([Piece(0, Chunk(name, chunks[name]))]):
-                    pass
-            except MoorageError as error:
-                problems.append(error.message)
-            with lock:
-                done += chunks[name]
-                if progress:
-                    progress(done, total)
+        pieces = [Piece(0, Chunk(name, chunks[name])) for _, name in batch]
+        try:
+            _read_all(store, pieces)
+        except MoorageError:
+            for piece in pieces:  # one by one, to name each that is damaged
+                try:
+                    _read_all(store, [piece])
+                except MoorageError as error:
+                    problems.append(error.message)
+        with lock:
+            done += sum(piece.chunk.length for piece in pieces)
+            if progress:
+                progress(done, total)
 
     if read_data:
         batches = [places[i : i + _BATCH] for i in range(0, len(places), _BATCH)]
@@ -87,6 +90,11 @@ def check(
     elif progress:
         progress(total, total)
     return CheckResult(pods, len(chunks), total, problems[:_MOST_PROBLEMS])
+
+
+def _read_all(store: Store, pieces: list[Piece]) -> None:
+    for _ in store.reader.groups(pieces):
+        pass
 
 
 def _places(store: Store, names: Iterable[bytes], problems: list[str]) -> list[tuple[Location, bytes]]:

@@ -69,6 +69,7 @@ class ChunkIndex:
         self._numbers: dict[str, int] = {}
         self._live: dict[bytes, int] = {}
         self._dying: dict[bytes, int] = {}  # only in condemned packs
+        self._damaged: dict[str, str] = {}
         self._fresh = False
 
     def reusable(self, name: bytes) -> bool:
@@ -94,6 +95,11 @@ class ChunkIndex:
         return dict(self._loaded)
 
     @property
+    def damaged(self) -> dict[str, str]:
+        """Index objects that cannot be read, and what is wrong. Their packs count as unknown."""
+        return dict(self._damaged)
+
+    @property
     def condemned(self) -> frozenset[str]:
         return frozenset(pack for packs in self._condemned.values() for pack in packs)
 
@@ -101,7 +107,11 @@ class ChunkIndex:
         return len(self._live)
 
     def refresh(self) -> None:
-        """See what other writers and prune did. Raises `CorruptData` for an index object that is damaged.
+        """See what other writers and prune did.
+
+        An index object that is damaged is left out and told in `damaged`: what it named is stored anew by writers, and
+        missed by readers. Raises `CorruptData` for a damaged record of condemned packs: without it nothing can be
+        reused safely.
 
         The order matters: index objects first, then condemned packs, then whether packs exist. Prune deletes packs
         before the record that condemns them, so a pack that an index names is either seen as condemned or as missing.
@@ -120,8 +130,12 @@ class ChunkIndex:
         found: dict[str, IndexObject] = {}
         records: dict[str, frozenset[str]] = {}
         try:
+            damaged: dict[str, str] = {}
             for name in sorted(added):
-                found[name] = self._decode_index(name)
+                try:
+                    found[name] = self._decode_index(name)
+                except CorruptData as error:
+                    damaged[name] = error.message
             for name in [entry.name for entry in self._backend.list("condemned")]:
                 records[name] = self._condemned.get(name) or self._decode_condemned(name)
         except NotFound:
@@ -135,7 +149,7 @@ class ChunkIndex:
             self._drop(missing, condemned)
         for name in gone:
             del self._loaded[name]
-        self._condemned = records
+        self._condemned, self._damaged = records, damaged
         for name, object_ in found.items():
             for record in object_.packs:
                 if record.pack not in missing:
@@ -155,8 +169,11 @@ class ChunkIndex:
     def _decode_condemned(self, name: str) -> frozenset[str]:
         try:
             return frozenset(msgspec.msgpack.decode(self._read(name, fmt.KIND_CONDEMNED), type=Condemned).packs)
-        except msgspec.MsgspecError as error:
-            raise CorruptData(f"{name}: {error}") from None
+        except (CorruptData, msgspec.MsgspecError) as error:
+            raise CorruptData(
+                f"{name} in {self._backend.location} is damaged: {error}",
+                "while no prune is running, delete that file; the next prune condemns its packs again",
+            ) from None
 
     def _add(self, pack: str, entries: Iterable[fmt.PackEntry], *, dying: bool) -> None:
         number = self._numbers.get(pack)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from moorage import failpoints
 from moorage.store import format as fmt
-from moorage.store.backend import Backend, Sink, type_bytes
+from moorage.store.backend import Backend, Data, Sink
 from moorage.store.codec import Rate
 from moorage.store.index import PackRecord
 from moorage.store.keys import StoreKey
@@ -93,11 +93,11 @@ class PackWriter:
         self._name = ""
         self._size = 0
         self._entries: list[fmt.PackEntry] = []
-        self._pending: list[type_bytes] = []
+        self._pending: list[Data] = []
         self._pending_size = 0
         self._seconds = 0.0
 
-    def add(self, name: bytes, codec: int, plain: int, data: type_bytes) -> None:
+    def add(self, name: bytes, codec: int, plain: int, data: Data) -> None:
         """Append a chunk. ``data`` must stay as it is until `flush` (or the next rotation)."""
         if self._sink is None:
             self._name, self._sink = self._packs.start()

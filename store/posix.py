@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable
-from moorage.store.backend import Entry, type_bytes
+from moorage.store.backend import Data, Entry
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -56,7 +56,7 @@ class PosixSink:
         except OSError as error:
             raise translate(error, str(path)) from error
 
-    def write(self, buffers: Sequence[type_bytes]) -> None:
+    def write(self, buffers: Sequence[Data]) -> None:
         with translated(str(self._path)):
             for start in range(0, len(buffers), _IOV_MAX):
                 write_all(self._fd, buffers[start : start + _IOV_MAX])
@@ -126,7 +126,7 @@ class PosixBackend:
                 (self.root / folder).mkdir(mode=0o700, exist_ok=True)
             _sync_folder(self.root)
 
-    def put(self, name: str, data: type_bytes) -> bool:
+    def put(self, name: str, data: Data) -> bool:
         path = self.root / name
         temporary = self.root / "tmp" / secrets.token_hex(16)
         with translated(str(path)):
@@ -231,9 +231,9 @@ class PosixBackend:
         return space.f_bavail * space.f_frsize
 
 
-def write_all(fd: int, buffers: Sequence[type_bytes], offset: int | None = None) -> None:
+def write_all(fd: int, buffers: Sequence[Data], offset: int | None = None) -> None:
     """Write all of ``buffers`` (at most `IOV_MAX`) to ``fd``, at ``offset`` if given. Raises `OSError`."""
-    rest: list[type_bytes] = list(buffers)
+    rest: list[Data] = list(buffers)
     while rest:
         done = os.writev(fd, rest) if offset is None else os.pwritev(fd, rest, offset)
         if offset is not None:

@@ -104,7 +104,9 @@ class Pruner:
         packs = {entry.name.removeprefix("packs/"): entry for entry in self._backend.list("packs")}
         leases = [info for info in self._store.leases.active() if info.id != lease.info.id]
         self._store.index.refresh()
-        roots = keep.union(*(info.roots for info in leases if info.role == "read"))
+        for message in self._store.index.damaged.values():
+            raise CorruptData(message, "nothing was deleted; put that file back from a copy, or repair the index")
+        roots = keep.union(*(info.roots for info in leases if info.role != "prune"))
         live = self._live(keep, roots, protect_after)
         dead = self._dead_manifests(live, protect_after)
         if not dry_run:

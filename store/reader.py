@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -53,6 +54,7 @@ class Reader:
         self._index = index
         self._key = key
         self._nonce = nonce
+        self._local = threading.local()
 
     def read_files(self, files: Sequence[tuple[Content, Path | int]], *, threads: int) -> None:
         """Write each content to its path (made 0600, or truncated) or descriptor. Raises `CorruptData`, `NoCapacity`.
@@ -90,13 +92,13 @@ class Reader:
 
         ``again``: the index has just been refreshed. Raises `CorruptData`.
         """
-        buffer = memoryview(bytearray(_READ + fmt.LARGEST_CHUNK // 8))
+        buffer = self._buffer(_READ)
         sources: dict[str, Source] = {}
         try:
             for run, first in self._runs(pieces):
                 size = sum(place.stored + fmt.CHUNK_HEADER for _, place in run)
                 if size > len(buffer):
-                    buffer = memoryview(bytearray(size))
+                    buffer = self._buffer(size)
                 try:
                     got = self._read(sources, first, buffer[:size])
                 except NotFound:
@@ -111,6 +113,13 @@ class Reader:
         finally:
             for source in sources.values():
                 source.close()
+
+    def _buffer(self, size: int) -> memoryview:
+        """This thread's read buffer, of at least ``size`` bytes; small enough for the processor's cache."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            buffer = self._local.buffer = memoryview(bytearray(max(size, _READ + (1 << 16))))
+        return buffer
 
     def _runs(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[tuple[Piece, Location]], Location]]:
         """Group pieces that lie one behind the other in one pack, up to `_READ` bytes."""
@@ -138,7 +147,8 @@ class Reader:
             self._index.refresh()
             place = self._index.locate(name)
         if place is None:
-            raise CorruptData(f"chunk {name.hex()} is in no index of {self._backend.location}", WAY_OUT)
+            damaged = "".join(f"; {message}" for message in self._index.damaged.values())
+            raise CorruptData(f"chunk {name.hex()} is in no index of {self._backend.location}{damaged}", WAY_OUT)
         return place
 
     def _read(self, sources: dict[str, Source], place: Location, buffer: memoryview) -> int:

@@ -14,6 +14,7 @@ from moorage import failpoints
 from moorage.errors import Conflict, CorruptData, NotFound, UsageError
 from moorage.store import chunker, config, manifests
 from moorage.store import format as fmt
+from moorage.store.backend import Backend
 from moorage.store.check import CheckResult, Usage, check, usage
 from moorage.store.codec import Rate
 from moorage.store.index import ChunkIndex, IndexObject, PackRecord
@@ -21,7 +22,6 @@ from moorage.store.keys import StoreKey
 from moorage.store.leases import FileLeases, LeaseKeeper
 from moorage.store.manifests import Content, GlobalManifest, PodManifest
 from moorage.store.packs import PackSet
-from moorage.store.posix import PosixBackend
 from moorage.store.prune import Pruner, PruneResult
 from moorage.store.reader import Reader
 from moorage.store.writer import Writer
@@ -38,7 +38,7 @@ _HINTS = {fmt.KIND_POD: "use an earlier checkpoint", fmt.KIND_GLOBAL: "use an ea
 class Store:
     """One store, opened. Thread-safe and synchronous: call it through `asyncio.to_thread`."""
 
-    def __init__(self, backend: PosixBackend, settings: config.StoreConfig, key: StoreKey, leases: LeaseKeeper) -> None:
+    def __init__(self, backend: Backend, settings: config.StoreConfig, key: StoreKey, leases: LeaseKeeper) -> None:
         self.location = backend.location
         self.nonce = settings.nonce
         self.backend = backend

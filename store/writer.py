@@ -195,6 +195,8 @@ class Writer:
             )
         if records:
             failpoints.hit_sync("store.index.before")
+            # From here on it is unknown whether an index names these packs: they must not be removed any more.
+            self._state = "indexing"
             self._put_index(records)
             failpoints.hit_sync("store.index.after")
         self._state = "finished"
