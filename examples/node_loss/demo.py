@@ -1,8 +1,8 @@
-"""The main job, for real: a training job on two of three hosts loses a host for good and ends with the very same numbers.
+"""The main job, for real: a training job on two of three hosts loses a host for good and ends with the same numbers.
 
 Starts an embedded cluster of three hosts, runs `train.py` through ``moorage torchrun`` with a checkpoint every few
-seconds, destroys one host (all its processes killed, its namespace and state folder deleted), and waits. Then it compares
-every step's loss and the final weights with an uninterrupted run under plain torchrun, and writes
+seconds, destroys one host (all its processes killed, its namespace and state folder deleted), and waits. Then it
+compares every step's loss and the final weights with an uninterrupted run under plain torchrun, and writes
 ``build/demo-report.json``. Run it as root: ``make demo``.
 """
 

@@ -1,12 +1,13 @@
 """What the demo found: compares the run with the reference, and tells restored ranks from ranks started again.
 
-Everything here is read from files that the ranks themselves wrote: ``steps-rank<r>.txt`` and ``result-rank<r>.json`` (in
-the job's folder, so they go back with a restore) and the trail (a live folder, which does not).
+Everything here is read from files that the ranks themselves wrote: ``steps-rank<r>.txt`` and ``result-rank<r>.json``
+(in the job's folder, so they go back with a restore) and the trail (a live folder, which does not).
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def pauses(trail: Path, ranks: int, attempts: list[AttemptInfo], checkpoints: di
             times = [when for _, when, _ in trail_steps(trail, rank)]
             gaps = [
                 after - before
-                for before, after in zip(times, times[1:], strict=False)
+                for before, after in itertools.pairwise(times)
                 if before <= committed and after >= attempt.started
             ]
             longest = max([longest, *gaps])

@@ -5,8 +5,8 @@ random number or a repeated batch changes every later loss. Each rank draws a ra
 can bring the same one back, so a rank that prints at its end the nonce of its start was never started again.
 
 Writes ``steps-rank<r>.txt`` (one line a step: number and the loss, exact) and ``result-rank<r>.json`` into the working
-directory, and, when ``--trail`` names a folder, a line a step there too: a live folder outside what is checkpointed shows
-what was executed, also the steps that a restore repeats.
+directory, and, when ``--trail`` names a folder, a line a step there too: a live folder outside what is checkpointed
+shows what was executed, also the steps that a restore repeats.
 """
 
 from __future__ import annotations
