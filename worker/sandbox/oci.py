@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from moorage.worker.sandbox import limits
+
 OCI_VERSION: Final = "1.2.0"
 CONFIG_FILE: Final = "config.json"
 
@@ -26,18 +28,19 @@ ROOT_CAPABILITIES: Final = (
     "CAP_SYS_CHROOT",
 )  # fmt: skip
 #: What pid 1 needs for a job of another user: to become that user and to signal its processes. The ranks have none.
-INIT_CAPABILITIES: Final = ("CAP_DAC_OVERRIDE", "CAP_KILL", "CAP_SETGID", "CAP_SETUID")
+INIT_CAPABILITIES: Final = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_KILL", "CAP_SETGID", "CAP_SETUID")
 
 _ENOSYS: Final = 38
+_UNLIMITED: Final = 2**64 - 1
 _MASKED: Final = (
     "/proc/acpi", "/proc/asound", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/sched_debug",
     "/proc/scsi", "/proc/timer_list", "/proc/timer_stats", "/sys/devices/virtual/powercap", "/sys/firmware",
 )  # fmt: skip
 _READ_ONLY: Final = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 DEFAULT_RLIMITS: Final[Mapping[str, tuple[int, int]]] = {
-    "RLIMIT_CORE": (0, 2**63 - 1),
+    "RLIMIT_CORE": (0, _UNLIMITED),
     "RLIMIT_NOFILE": (65536, 1048576),
-    "RLIMIT_MEMLOCK": (2**63 - 1, 2**63 - 1),
+    "RLIMIT_MEMLOCK": (_UNLIMITED, _UNLIMITED),
 }
 
 
@@ -69,7 +72,7 @@ class PodConfig:
     hostname: str
     cgroup: str  # absolute; relative to the mount of each cgroup hierarchy
     argv: Sequence[str]  # of pid 1: podinit.argv()
-    criu_config: Path  # podinit's neighbour, see criu.write_config
+    criu_config: Path  # criu.CONFIG_FILE in the pod's folder; the guard writes it
     uid: int = 0
     shm_bytes: int = 0  # 0: half of memory, the kernel's default
     binds: Sequence[Bind] = ()
@@ -96,6 +99,8 @@ def build(pod: PodConfig) -> dict[str, Any]:
             "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
             # A job of root keeps setuid programs working as it would on the host; another user gains nothing.
             "noNewPrivileges": pod.uid != 0,
+            # The guard, an ancestor, is protected from the kernel's memory killer; the pod is not.
+            "oomScoreAdj": 0,
             "rlimits": [
                 {"type": name, "soft": soft, "hard": hard} for name, (soft, hard) in sorted(pod.rlimits.items())
             ],
@@ -116,11 +121,43 @@ def build(pod: PodConfig) -> dict[str, Any]:
 
 
 def write_bundle(folder: Path, pod: PodConfig) -> Path:
-    """Write ``config.json`` (0600) into ``folder``; returns its path."""
+    """Write ``config.json`` (0600) into ``folder``, with the rlimits that this process may grant; returns its path."""
+    pod = dataclasses.replace(pod, rlimits=limits.permitted(pod.rlimits))
     path = folder / CONFIG_FILE
     path.touch(0o600)
     path.write_text(json.dumps(build(pod), indent=1))
     return path
+
+
+def build_exec(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: str,
+    uid: int,
+    gid: int,
+    groups: Sequence[int] = (),
+    terminal: bool = False,
+) -> dict[str, Any]:
+    """The process of a ``runc exec`` in a pod, with the rights that the pod's ranks have. Pure."""
+    capabilities = list(ROOT_CAPABILITIES) if uid == 0 else []
+    return {
+        "terminal": terminal,
+        "user": {"uid": uid, "gid": gid, "additionalGids": list(groups)},
+        "args": list(argv),
+        "env": [f"{name}={value}" for name, value in env.items()],
+        "cwd": cwd,
+        "capabilities": dict.fromkeys(("bounding", "effective", "permitted"), capabilities),
+        "noNewPrivileges": uid != 0,
+        "oomScoreAdj": 0,
+    }
+
+
+def write_exec(path: Path, process: Mapping[str, Any]) -> None:
+    """Write what `build_exec` made for `runc.Runc.exec_command`: a file (0600), because the environment may hold
+    secrets, and a command line is there for all to read."""
+    path.touch(0o600)
+    path.write_text(json.dumps(process))
 
 
 def _namespaces(pod: PodConfig) -> list[dict[str, str]]:

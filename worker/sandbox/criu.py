@@ -1,0 +1,71 @@
+"""CRIU's options for one pod, in a file that the container's annotation ``org.criu.config`` names.
+
+A file of the pod's own, because one in ``/etc/criu`` would change what other programs get from CRIU. The guard writes
+it before each dump and restore.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from moorage.worker.sandbox.cgroup import PodCgroup
+
+#: Names in the pod's folder.
+CONFIG_FILE: Final = "criu.conf"
+HOLD_FILE: Final = "criu-hold.sh"
+
+_OPTIONS: Final = (
+    "tcp-established",
+    "file-locks",
+    # Deleted files that are still open (shared memory, temporary files) are saved whatever their size.
+    "ghost-limit 1T",
+    # The linked library; the default needs the iptables programs.
+    "network-lock nftables",
+)
+# Not used on purpose:
+# link-remap: CRIU removes the links that it made when the pod lives on, so the restore would miss those files. Without
+#   it such a file is a refusal that names it.
+# tcp-skip-in-flight: a connection that was not accepted yet would be reset at restore. Without it the dump fails, the
+#   job runs on, and the next attempt finds the connection accepted.
+
+
+def dump_options() -> str:
+    """The file's text for a dump. Pure."""
+    return "".join(f"{option}\n" for option in _OPTIONS)
+
+
+def restore_options(hold: Path) -> str:
+    """The file's text for a restore that runs the script ``hold``. Pure."""
+    return dump_options() + f"action-script {hold}\n"
+
+
+def hold_script(cgroup: PodCgroup) -> str:
+    """A script for CRIU that freezes the pod while CRIU still holds every task, so that none runs an instruction
+    before the pod is released. CRIU works from within the pod's cgroup: it and the script leave it first. Pure."""
+    switch, word = ("cgroup.freeze", "1") if cgroup.unified else ("freezer.state", "FROZEN")
+    return (
+        "#!/bin/sh\n"
+        '[ "$CRTOOLS_SCRIPT_ACTION" = pre-resume ] || exit 0\n'
+        f"echo $PPID > '{cgroup.root}/cgroup.procs'\n"
+        f"echo $$ > '{cgroup.root}/cgroup.procs'\n"
+        f"echo {word} > '{cgroup.folder}/{switch}'\n"
+    )
+
+
+def write_for_dump(folder: Path) -> None:
+    """Write `CONFIG_FILE` for a dump."""
+    _write(folder / CONFIG_FILE, dump_options(), 0o600)
+
+
+def write_for_restore(folder: Path, cgroup: PodCgroup) -> None:
+    """Write `CONFIG_FILE` and `HOLD_FILE` for a restore."""
+    _write(folder / HOLD_FILE, hold_script(cgroup), 0o700)
+    _write(folder / CONFIG_FILE, restore_options(folder / HOLD_FILE), 0o600)
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    path.unlink(missing_ok=True)
+    path.touch(mode)
+    path.chmod(mode)
+    path.write_text(text)
