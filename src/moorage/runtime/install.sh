@@ -92,7 +92,7 @@ fi
 type apt-get dpkg-deb flock >/dev/null 2>&1 ||
   die "this is not a Debian or Ubuntu machine: install CRIU 4.2, runc 1.2 and etcd 3.5.3 or newer, nftables and iproute2 by hand"
 mkdir -p "$(dirname "$prefix")" 2>/dev/null || true
-[ -w "$(dirname "$prefix")" ] ||
+{ [ -d "$(dirname "$prefix")" ] && [ -w "$(dirname "$prefix")" ]; } ||
   die "$(dirname "$prefix") cannot be written: run this as root, or name another folder with --prefix"
 
 exec 9>"$prefix.lock"
