@@ -1,23 +1,38 @@
-"""`PodLayers`: one pod's root file system in one folder."""
+"""`PodLayers`: one pod's root file system in one folder.
+
+``folder/upper``, ``work`` and ``merged`` belong to the root's overlay, ``folder/mounts/<name>/…`` to those of host
+mounts; ``folder/layers.json`` says what they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import hashlib
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from moorage.worker.layers.capture import LayerCapture
-from moorage.worker.layers.changes import Change
+from moorage.errors import Conflict, Incompatible, NotFound, UsageError
+from moorage.store.manifests import Content
+from moorage.worker.layers import syscalls
+from moorage.worker.layers.capture import LayerCapture, capture
+from moorage.worker.layers.changes import Change, compare, sides_at
+from moorage.worker.layers.hostmounts import below, chain, check_working_directory, mount_of, needed, read_mounts
 from moorage.worker.layers.index import CaptureIndex
-from moorage.worker.layers.parts import FilePiece
-from moorage.worker.layers.writeback import WriteBack
-
-if TYPE_CHECKING:
-    from moorage.store.manifests import Content
-
-Fetch = Callable[["Content", Path], None]
+from moorage.worker.layers.layer import ROOT, Layer
+from moorage.worker.layers.overlay import is_mounted, mount_overlay, unmount_overlay
+from moorage.worker.layers.owner import Owner
+from moorage.worker.layers.parts import FilePiece, pieces_at, pieces_of_changes
+from moorage.worker.layers.populate import hide, make_folder, put_file, start_like
+from moorage.worker.layers.restore import Fetch, restore
+from moorage.worker.layers.state import Planned, State, boot_id
+from moorage.worker.layers.tree import Tree, decode_tree
+from moorage.worker.layers.view import PodView
+from moorage.worker.layers.walk import remove_tree
+from moorage.worker.layers.writeback import WriteBack, write_back
 
 
 class LayerBind(msgspec.Struct, frozen=True):
@@ -29,8 +44,16 @@ class LayerBind(msgspec.Struct, frozen=True):
 
 
 class PodLayers:
-    folder: Path
-    working_directory: str
+    """Make one with `plan`, `from_tree` or `load`. Methods block; none may run beside another of the same pod, but for
+    `iter_parts` and `changed_below`.
+    """
+
+    def __init__(self, folder: Path, state: State) -> None:
+        self.folder = folder.resolve()
+        self._state = state
+        self._layers = tuple(state.layer(planned, self.folder) for planned in state.layers)
+        roots = {layer.mountpoint: layer.merged for layer in self._layers}
+        self._view = PodView(roots, state.live)
 
     @classmethod
     def plan(
@@ -45,11 +68,29 @@ class PodLayers:
     ) -> PodLayers:
         """Layers of a pod that starts afresh. Writes ``layers.json`` into ``folder``; mounts nothing.
 
-        ``interpreters``: absolute host paths that the pod needs (argv[0], its resolved target, its prefix).
+        ``interpreters``: absolute host paths that the pod needs (argv[0], the interpreter, its prefix).
         ``user_mounts``: destinations of ``--mount``. ``hidden``: host folders that no pod may see (state, store, keys).
-        Raises `UsageError` (the working directory is hidden or absent), `EnvironmentLacking`.
+        Raises `UsageError` (the working directory is hidden or absent).
         """
-        raise NotImplementedError
+        live = tuple(path.rstrip("/") for path in user_mounts)
+        points: list[str] = []
+        on_live = any(below(working_directory, mount) for mount in live)
+        if image is None:
+            real = os.path.realpath(working_directory)
+            check_working_directory(real, [os.path.realpath(path) for path in hidden])
+            places = [real]
+            for path in interpreters:
+                for place in chain(path):
+                    places += [place, str(Path(place).parent.parent)]
+            points = needed(places, read_mounts(), live)
+        else:
+            check_working_directory(working_directory, ())
+        on_host = Path(working_directory) if image is None else image / working_directory.lstrip("/")
+        if not on_live and not on_host.is_dir():
+            where = "on this node" if image is None else f"in the image {image}"
+            raise UsageError(f"the working directory {working_directory} does not exist {where}")
+        started_ns = time.clock_gettime_ns(syscalls.CLOCK_REALTIME_COARSE)
+        return cls._prepared(folder, image, points, working_directory, live, hidden, started_ns)
 
     @classmethod
     def from_tree(
@@ -62,74 +103,153 @@ class PodLayers:
         hidden: Sequence[Path] = (),
     ) -> PodLayers:
         """The same layers as saved in ``tree``. Raises `Incompatible` if this host lacks a mount point's folder."""
-        raise NotImplementedError
+        saved = decode_tree(tree)
+        points = [layer.mountpoint for layer in saved.layers if layer.name != ROOT]
+        for point in points:
+            if not Path(point).is_dir():
+                raise Incompatible(
+                    f"the pod needs the folder {point}, which this node does not have", "restore it on a node that has"
+                )
+        live = tuple(path.rstrip("/") for path in user_mounts)
+        return cls._prepared(folder, image, points, saved.working_directory, live, hidden, saved.started_ns)
+
+    @classmethod
+    def _prepared(
+        cls,
+        folder: Path,
+        image: Path | None,
+        points: Sequence[str],
+        working_directory: str,
+        live: tuple[str, ...],
+        hidden: Sequence[Path],
+        started_ns: int,
+    ) -> PodLayers:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        secret = [os.path.realpath(path) for path in (*hidden, folder)]
+        root = str(image.resolve()) if image is not None else "/"
+        planned = [Planned(ROOT, "/", root, _hidden_below(root, secret))]
+        planned += [Planned(_name(point), point, point, _hidden_below(point, secret)) for point in points]
+        state = State(
+            working_directory=working_directory,
+            live=live,
+            started_ns=started_ns,
+            boot=boot_id(),
+            layers=tuple(planned),
+        )
+        layers = cls(folder, state)
+        for layer in layers._layers:
+            for path in (layer.upper, layer.work, layer.merged):
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            start_like(layer.lower, layer.upper)
+        state.save(layers.folder)
+        return layers
 
     @classmethod
     def load(cls, folder: Path) -> PodLayers:
-        """What an earlier process planned in ``folder``. Raises `NotFound`."""
-        raise NotImplementedError
+        """What an earlier process planned in ``folder``. Raises `NotFound`, `CorruptData`, `NewerVersion`."""
+        return cls(folder, State.read(folder))
+
+    @property
+    def working_directory(self) -> str:
+        """Absolute path in the pod, as the user gave it."""
+        return self._state.working_directory
 
     @property
     def root(self) -> Path:
         """Where the root file system is mounted: the OCI ``root.path``."""
-        raise NotImplementedError
+        return self._layers[0].merged
 
     @property
     def binds(self) -> tuple[LayerBind, ...]:
         """Bind mounts for the OCI configuration, parents first."""
-        raise NotImplementedError
+        return tuple(LayerBind(layer.merged, layer.mountpoint, layer.name) for layer in self._layers[1:])
 
     @property
     def mounted(self) -> bool:
-        raise NotImplementedError
+        """Whether all overlays are mounted."""
+        return all(is_mounted(layer) for layer in self._layers)
 
     def mount(self) -> None:
-        """Mount all overlays. Idempotent. Raises `EnvironmentLacking`."""
-        raise NotImplementedError
+        """Mount all overlays. Idempotent. Raises `EnvironmentLacking`; `CorruptData` after a crash of the host."""
+        crashed = self._state.boot != boot_id()
+        for layer in self._layers:
+            if not is_mounted(layer):
+                for path in layer.hidden:
+                    hide(layer, path)
+                mount_overlay(layer, crashed=crashed)
 
     def unmount(self) -> None:
         """Unmount all overlays, lazily if something still holds them. Idempotent."""
-        raise NotImplementedError
+        for layer in reversed(self._layers):
+            unmount_overlay(layer)
 
     def remove(self) -> None:
         """Unmount, then delete upper, work and merged (not the rest of ``folder``). Idempotent."""
-        raise NotImplementedError
+        self.unmount()
+        for layer in self._layers:
+            for path in (layer.upper, layer.work, layer.merged):
+                remove_tree(path)
+        remove_tree(self.folder / "mounts")
 
     def put(self, path: str, data: bytes, *, mode: int = 0o644, uid: int = 0, gid: int = 0) -> None:
         """Write a file of the mounted root before the pod starts, replacing what is there (a symlink too)."""
-        raise NotImplementedError
+        self._need_mounted()
+        put_file(self._view, path, data, mode, uid, gid)
 
     def make_folder(self, path: str, *, mode: int = 0o755, uid: int = 0, gid: int = 0) -> None:
         """Create a folder and its parents in the mounted root, if absent."""
-        raise NotImplementedError
+        self._need_mounted()
+        os.close(make_folder(self._view, path, mode, uid, gid))
 
     def write_identity(self, *, hostname: str, hosts: str, resolv_conf: str) -> None:
         """Write ``/etc/hostname``, ``/etc/hosts`` and ``/etc/resolv.conf``."""
-        raise NotImplementedError
+        self.put("/etc/hostname", hostname.encode() + b"\n")
+        self.put("/etc/hosts", hosts.encode())
+        self.put("/etc/resolv.conf", resolv_conf.encode())
 
     def capture(
         self, staging: Path, previous: CaptureIndex | None, forced: Collection[tuple[int, int]] = ()
     ) -> LayerCapture:
-        """Copy what changed since ``previous`` into ``staging``. The pod must be frozen. Never writes to a layer.
+        """Copy what changed since ``previous`` into ``staging/layers``. The pod must be frozen. No layer is written to.
 
         ``forced``: what `mapped_shared_writable` gave. Use an index only when the attempt that made it was committed,
         or the store's generation has not changed since: prune may drop the chunks of an attempt that was not.
         Raises `NoCapacity` (nothing is left in ``staging``), `Refused` (something that cannot be saved).
         """
-        raise NotImplementedError
+        frame = Tree(working_directory=self.working_directory, started_ns=self._state.started_ns, layers=[])
+        return capture(self._layers, frame, staging, previous, forced)
 
     def restore(self, tree: bytes, contents: Mapping[str, Content], fetch: Fetch, *, threads: int = 8) -> CaptureIndex:
         """Fill the empty uppers from ``tree``; ``contents`` is the pod manifest's ``layer_files``.
 
         ``fetch(content, path)`` writes one content into an existing empty file; it is called from several threads.
-
         Call before `mount`. Raises `CorruptData`, `NoCapacity`, `Conflict` (an upper is not empty).
         """
-        raise NotImplementedError
+        scratch = self.folder / "fetch"
+        return restore(self._layers, decode_tree(tree), contents, fetch, scratch=scratch, threads=threads)
 
     def changed_below(self, path: str = "") -> Iterator[Change]:
-        """What the pod created, modified or deleted below ``path`` (default: the working directory), parents first."""
-        raise NotImplementedError
+        """What the pod created, modified or deleted below ``path`` (default: the working directory), parents first.
+
+        The overlays must be mounted. Raises `NotFound`; `UsageError` for a path on a live mount.
+        """
+        self._need_mounted()
+        place, fd = self._view.locate(self._absolute(path))
+        os.close(fd)
+        below_place = [layer for layer in self._layers if layer.mountpoint != place and below(layer.mountpoint, place)]
+        apart = [layer.mountpoint for layer in below_place] + list(self._state.live)
+        tops = [(self._layer_of(place), place), *((layer, layer.mountpoint) for layer in below_place)]
+        for layer, top in tops:
+            prefix = _relative(top, place)
+            hidden = [f"{layer.mountpoint.rstrip('/')}/{path}" for path in layer.hidden]
+            skip = frozenset(_relative(other, place) for other in (*apart, *hidden) if below(other, place))
+            with ExitStack() as stack:
+                try:
+                    sides = sides_at(layer, _relative(top, layer.mountpoint), stack)
+                except (FileNotFoundError, NotADirectoryError):
+                    raise NotFound(f"{top} in the pod is no folder") from None
+                if sides is not None:
+                    yield from compare(sides, prefix + b"/" if prefix else b"", skip)
 
     def write_back(
         self,
@@ -143,13 +263,64 @@ class PodLayers:
     ) -> WriteBack:
         """Bring what changed below the working directory to the host's folder ``target``, as ``uid``.
 
-        A file that the host changed since the job started is left alone; the pod's is written beside it as
-        ``NAME.moorage-<job>-<pod>``. Symlinks are never followed. Failures of single files are in the report.
+        ``target`` defaults to the working directory's own path. A file that the host changed since the job started is
+        left alone; the pod's is written beside it as ``NAME.moorage-<job>-<pod>``. Symlinks are never followed.
+        Failures of single files are in the report. The pod's processes must have ended; the overlays are mounted.
+        Raises `NotFound`, `MoorageError`.
         """
-        raise NotImplementedError
+        if any(below(self.working_directory, mount) for mount in self._state.live):
+            return WriteBack()  # it was written there all along
+        place, fd = self._view.locate(self.working_directory)
+        os.close(fd)
+        return write_back(
+            self.changed_below(),
+            self._view,
+            place,
+            target or Path(self.working_directory),
+            Owner(uid, gid, tuple(groups)),
+            started_ns=self._state.started_ns,
+            suffix=f"moorage-{job}-{pod}",
+        )
 
     def iter_parts(self, path: str = "") -> Iterator[FilePiece]:
         """Files at ``path`` (absolute, or below the working directory; empty: all that changed below it), in pieces
         of at most 1 MiB. Safe beside a running pod: no symlink leads out of it. Raises `NotFound`, `UsageError`.
         """
-        raise NotImplementedError
+        self._need_mounted()
+        if path:
+            points = [layer.mountpoint for layer in self._layers]
+            return pieces_at(self._view, self._absolute(path), points)
+        return pieces_of_changes(self._view, self.working_directory, self.changed_below())
+
+    def _need_mounted(self) -> None:
+        if not self.mounted:
+            raise Conflict(f"the root file system of the pod in {self.folder} is not mounted")
+
+    def _absolute(self, path: str) -> str:
+        return path if path.startswith("/") else f"{self.working_directory}/{path}"
+
+    def _layer_of(self, place: str) -> Layer:
+        return max((x for x in self._layers if below(place, x.mountpoint)), key=lambda x: len(x.mountpoint))
+
+
+def _relative(path: str, top: str) -> bytes:
+    return os.fsencode(path[len(top.rstrip("/")) :].strip("/"))
+
+
+def _name(mountpoint: str) -> str:
+    """A layer's name: the same on every host, and a plain file name."""
+    return f"at-{hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:16]}"
+
+
+def _hidden_below(lower: str, secret: Sequence[str]) -> tuple[str, ...]:
+    """Which of the secret folders show in an overlay of ``lower``: those on the same mount."""
+    mounts = read_mounts()
+    lower = os.path.realpath(lower)
+    mount = mount_of(lower, mounts)
+    return tuple(
+        sorted(
+            os.fsdecode(_relative(path, lower))
+            for path in set(secret)
+            if path != lower and below(path, lower) and mount_of(path, mounts) == mount
+        )
+    )
