@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -47,11 +47,13 @@ def up(
     lease_seconds: int = 5,
     default: bool = True,
     ready_seconds: float = READY_SECONDS,
+    environment: Mapping[str, str] | None = None,
     progress: Progress = _quiet,
 ) -> Cluster:
     """Start a cluster and wait until it is ready.
 
-    ``default``: let `moorage` without further settings use it (the link `DEV_CLIENT_FILE`). Raises `Conflict` if a
+    ``default``: let `moorage` without further settings use it (the link `DEV_CLIENT_FILE`). ``environment`` is added to
+    that of all its processes. Raises `Conflict` if a
     cluster of that name is there, `UsageError`, `EnvironmentLacking`; `MoorageError` if a part does not come up, after
     everything was removed again.
     """
@@ -64,10 +66,15 @@ def up(
     with layout.locked(name):
         cluster = _record(name, state, nodes, lease_seconds)
         try:
-            _start(cluster, default=default, ready_seconds=ready_seconds, progress=progress)
-        except BaseException:
+            _start(cluster, environment or {}, progress)
+            asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
+            if default:
+                _link(Path(DEV_CLIENT_FILE), cluster.folder / "client.toml")
+        except BaseException as error:
             progress("taking down what was started")
-            _remove(cluster, _quiet, keep_logs=True)
+            kept = _remove(cluster, _quiet, keep_logs=True)
+            if isinstance(error, MoorageError) and kept:
+                raise type(error)(error.message, f"the logs are kept in {kept}") from error
             raise
     return cluster
 
@@ -88,7 +95,7 @@ def _record(name: str, state: Path | None, nodes: int, lease_seconds: int) -> Cl
         cluster = Cluster(
             name=name,
             state=str(folder),
-            subnet=layout.free_subnet(network.taken_networks()),
+            subnet=layout.free_subnet([*network.taken_networks(), *_recorded_networks()]),
             etcd_port=etcd,
             etcd_peer_port=peer,
             coordinator_port=coordinator,
@@ -98,9 +105,16 @@ def _record(name: str, state: Path | None, nodes: int, lease_seconds: int) -> Cl
             cluster.new_node()
         cluster.write()
         _link(RUN_FOLDER / name, folder)
-        # Still under the machine's lock, so that nobody else takes the same network.
-        network.create(cluster)
     return cluster
+
+
+def _recorded_networks() -> list[str]:
+    """The networks of other clusters, also of those that have not made theirs yet."""
+    networks = []
+    for name in layout.names():
+        with contextlib.suppress(MoorageError):
+            networks.append(layout.find(name).subnet)
+    return networks
 
 
 def _link(link: Path, target: Path) -> None:
@@ -109,17 +123,16 @@ def _link(link: Path, target: Path) -> None:
     new.rename(link)
 
 
-def _start(cluster: Cluster, *, default: bool, ready_seconds: float, progress: Progress) -> None:
+def _start(cluster: Cluster, environment: Mapping[str, str], progress: Progress) -> None:
     progress(f"cluster {cluster.name}: {len(cluster.nodes)} nodes on {cluster.subnet}, state in {cluster.state}")
     roles.write_files(cluster)
     _create_store(cluster)
+    with layout.locked(layout.MACHINE):
+        network.create(cluster)
     for node in cluster.nodes:
         network.create_node(cluster, node)
         roles.write_node_files(cluster, node)
-    _start_supervisor(cluster)
-    asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
-    if default:
-        _link(Path(DEV_CLIENT_FILE), cluster.folder / "client.toml")
+    _start_supervisor(cluster, environment)
 
 
 def _create_store(cluster: Cluster) -> None:
@@ -128,7 +141,7 @@ def _create_store(cluster: Cluster) -> None:
     Store.open(roles.store(cluster), create=True)
 
 
-def _start_supervisor(cluster: Cluster) -> None:
+def _start_supervisor(cluster: Cluster, environment: Mapping[str, str]) -> None:
     """Start the supervisor and wait until it takes orders."""
     path = cluster.folder / "log" / "supervisor.log"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -139,6 +152,7 @@ def _start_supervisor(cluster: Cluster) -> None:
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=descriptor,
+            env=os.environ | dict(environment),
             cwd="/",
             pass_fds=(writing,),
             start_new_session=True,
@@ -167,7 +181,8 @@ def down(name: str = "dev", *, progress: Progress = _quiet) -> bool:
     return True
 
 
-def _remove(cluster: Cluster, progress: Progress, *, keep_logs: bool) -> None:
+def _remove(cluster: Cluster, progress: Progress, *, keep_logs: bool) -> Path | None:
+    """Remove all of a cluster; returns where its logs were kept."""
     progress(f"stopping the processes of cluster {cluster.name}")
     with contextlib.suppress(Unavailable):
         control.down(cluster)
@@ -182,11 +197,11 @@ def _remove(cluster: Cluster, progress: Progress, *, keep_logs: bool) -> None:
         network.remove(cluster, last=last)
         cluster.control.unlink(missing_ok=True)
         _unlink_default(cluster)
-        if keep_logs:
-            _keep_logs(cluster)
+        kept = _keep_logs(cluster) if keep_logs else None
         shutil.rmtree(cluster.folder)
         (RUN_FOLDER / cluster.name).unlink(missing_ok=True)
     progress(f"cluster {cluster.name} is gone")
+    return kept
 
 
 def _end_recorded(cluster: Cluster) -> None:
@@ -212,28 +227,26 @@ def _unlink_default(cluster: Cluster) -> None:
             link.unlink()
 
 
-def _keep_logs(cluster: Cluster) -> None:
+def _keep_logs(cluster: Cluster) -> Path | None:
     """Keep the logs of a start that failed, beside where the cluster's folder was."""
+    logs = cluster.folder / "log"
+    if not logs.exists():
+        return None
     kept = cluster.folder.with_name(f"{cluster.folder.name}-failed-logs")
     shutil.rmtree(kept, ignore_errors=True)
-    if (cluster.folder / "log").exists():
-        shutil.copytree(cluster.folder / "log", kept)
+    shutil.copytree(logs, kept)
+    return kept
 
 
 def _remove_node(cluster: Cluster, node: Node) -> None:
     """Remove everything of a node: processes, pods, mounts, cgroups, namespaces, cable, folder. Idempotent."""
     folder = cluster.node_folder(node.name)
-    groups = sweep.cgroups_of(folder)
-    namespaces = network.pod_namespaces(cluster, node)
     end_all(lambda: sweep.processes_of(cluster, node))
-    # Once more: a pod that was being started while the list was made.
-    groups |= sweep.cgroups_of(folder)
-    namespaces |= network.pod_namespaces(cluster, node)
-    for namespace in namespaces:
+    for namespace in network.pod_namespaces(cluster, node):
         network.remove_namespace(namespace)
     network.remove_node(cluster, node)
     sweep.unmount_below(folder)
-    sweep.remove_cgroups(groups)
+    sweep.remove_cgroups(sweep.cgroups_of(cluster, node))
     if folder.exists():
         shutil.rmtree(folder)
 

@@ -100,25 +100,6 @@ def unescape(text: str) -> str:
     return text
 
 
-def rooted_in(folder: Path) -> set[int]:
-    """The processes whose root lies in ``folder``: it is mounted from there, or it is an overlay that writes there."""
-    prefix = f"{folder}/"
-    found = set()
-    for pid in everyone():
-        try:
-            lines = Path(f"/proc/{pid}/mountinfo").read_text(errors="replace").splitlines()
-        except OSError:
-            continue
-        for line in lines:
-            fields = line.split(" ")
-            if fields[4] != "/":
-                continue
-            options = unescape(line.rpartition(" ")[2])
-            if f"upperdir={prefix}" in options or unescape(fields[3]).startswith(prefix):
-                found.add(pid)
-    return found
-
-
 def naming(folder: Path) -> set[int]:
     """Moorage's own processes and etcd with a path in ``folder`` on their command line (not a ``tail`` of a log)."""
     prefix = f"{folder}/"

@@ -10,11 +10,9 @@ import signal
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
 from moorage.dev import network
 from moorage.dev.layout import Cluster, Node
-from moorage.dev.processes import descendants, in_namespace, naming, rooted_in, unescape
+from moorage.dev.processes import descendants, in_namespace, naming, unescape
 from moorage.errors import MoorageError
 
 KILL = signal.SIGKILL
@@ -23,10 +21,11 @@ _MNT_DETACH = 2
 
 
 def processes_of(cluster: Cluster, node: Node) -> set[int]:
-    """Everything that runs on a node: its worker and guards (by namespace), its pods (by root file system and network
+    """Everything that runs on a node: its worker and guards (by namespace and folder), its pods (by cgroup and
     namespace), and all their children."""
-    folder = cluster.node_folder(node.name)
-    found = in_namespace(network.namespace_path(cluster, node)) | rooted_in(folder) | naming(folder)
+    found = in_namespace(network.namespace_path(cluster, node)) | naming(cluster.node_folder(node.name))
+    for group in cgroups_of(cluster, node):
+        found |= _members(group)
     for namespace in network.pod_namespaces(cluster, node):
         found |= in_namespace(Path("/run/netns") / namespace)
     return descendants(found)
@@ -47,22 +46,17 @@ def unmount_below(folder: Path) -> None:
             raise MoorageError(f"{point} cannot be unmounted: {os.strerror(ctypes.get_errno())}")
 
 
-class _Linux(msgspec.Struct):
-    cgroupsPath: str = ""  # as the OCI specification spells it
+def cgroups_of(cluster: Cluster, node: Node) -> list[Path]:
+    """The node's cgroup in each hierarchy where it exists; those of its pods stand in it."""
+    folders = [root / f"moorage-{cluster.name}" / node.name for root in hierarchies()]
+    return [folder for folder in folders if folder.is_dir()]
 
 
-class _Bundle(msgspec.Struct):
-    linux: _Linux = msgspec.field(default_factory=_Linux)
-
-
-def cgroups_of(folder: Path) -> set[Path]:
-    """Folders below /sys/fs/cgroup of the pods whose bundles lie in ``folder``."""
-    found: set[Path] = set()
-    for bundle in folder.glob("pods/*/*/*/**/config.json"):
-        with contextlib.suppress(OSError, msgspec.MsgspecError):
-            path = msgspec.json.decode(bundle.read_bytes(), type=_Bundle).linux.cgroupsPath.strip("/")
-            if path:
-                found |= {root / path for root in hierarchies() if (root / path).is_dir()}
+def _members(group: Path) -> set[int]:
+    found: set[int] = set()
+    for file in group.rglob("cgroup.procs"):
+        with contextlib.suppress(OSError):  # removed meanwhile, or a threaded one of version 2
+            found |= {int(pid) for pid in file.read_text().split()}
     return found
 
 
@@ -74,15 +68,10 @@ def hierarchies() -> list[Path]:
 
 
 def remove_cgroups(groups: Iterable[Path]) -> None:
-    """Remove cgroups in which nothing runs any more, with those in them, and emptied parents that moorage made."""
+    """Remove cgroups in which nothing runs any more, with those in them, and the cluster's after its last node."""
     for group in groups:
-        for folder in sorted([group, *(p for p in group.rglob("*") if p.is_dir())], key=lambda p: -len(p.parts)):
+        for folder in sorted([group, *(path for path in group.rglob("*") if path.is_dir())], reverse=True):
             with contextlib.suppress(FileNotFoundError):
                 folder.rmdir()
-        parent = group.parent
-        while parent.name.startswith("moorage"):
-            try:
-                parent.rmdir()
-            except OSError:
-                break  # others have cgroups there
-            parent = parent.parent
+        with contextlib.suppress(OSError):  # another node has one there
+            group.parent.rmdir()
