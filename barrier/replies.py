@@ -50,6 +50,8 @@ def classify(code: grpc.StatusCode, details: str) -> Failure:
         return "token"
     if any(text in details for text in _UNSENT_TEXTS):
         return "unsent"
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and not re.search(r"etcdserver:|larger than max", details):
+        return "unknown"  # gRPC makes this code of a connection that it closed for too many pings
     return "refused" if code in _REFUSALS else "unknown"
 
 

@@ -42,37 +42,44 @@ def to_read(compare: Sequence[Compare], success: Sequence[Op]) -> list[str]:
     return list(dict.fromkeys([*puts, *(condition.key for condition in own_fences(compare, success))]))
 
 
-def _fence_says(fence: Compare, put: PutOp | None, seen: KeyValue | None) -> bool | None:
-    if put and seen and seen.value == put.value and seen.lease == put.lease:
-        return True
-    if fence.value == 0:  # it was to be created: someone else's key is there, or a fence of another kind failed
+def _wrote(put: PutOp, seen: KeyValue | None) -> bool:
+    return seen is not None and seen.value == put.value and seen.lease == put.lease
+
+
+def _ruled_out(fence: Compare, put: PutOp | None, seen: KeyValue | None) -> bool:
+    """Whether the key of this fence shows that the first copy was not executed."""
+    if put is not None and _wrote(put, seen):
         return False
-    if seen and fence.value == (seen.mod_revision if fence.target == "mod" else seen.create_revision):
-        return False  # untouched
-    return True if put is None and seen is None else None
+    if fence.value == 0:
+        # It was to be created, and is not there, or is as someone else created it.
+        return seen is None or seen.version == 1
+    return seen is not None and fence.value == (seen.mod_revision if fence.target == "mod" else seen.create_revision)
 
 
 def applied(compare: Sequence[Compare], success: Sequence[Op], seen: Mapping[str, KeyValue | None]) -> bool | None:
     """Whether the first copy of a self-fencing transaction was executed, once a second copy has failed.
 
-    ``seen`` holds `to_read`'s keys at the revision at which the second copy failed. ``None``: cannot be told.
-    A key that the first copy created and someone deleted since counts as not executed.
+    ``seen`` holds `to_read`'s keys at the revision at which the second copy failed. ``None``: it cannot be told.
+    A key that the first copy created and someone deleted since counts as not executed; another writer's transaction
+    that wrote the very same counts as this one.
     """
     puts = {op.key: op for op in success if isinstance(op, PutOp)}
-    says = [_fence_says(fence, puts.get(fence.key), seen.get(fence.key)) for fence in own_fences(compare, success)]
-    if False in says:
+    fences = own_fences(compare, success)
+    if any(_ruled_out(fence, puts.get(fence.key), seen.get(fence.key)) for fence in fences):
         return False
-    if not says or None in says or any(isinstance(op, GetOp) for op in success):
+    if not puts or any(isinstance(op, GetOp) for op in success):
         return None
-    # The fences' keys look like ours. If another writer made them, the transaction's other keys give it away.
-    written = [kv.mod_revision for key in puts if (kv := seen.get(key)) is not None]
-    at = min((kv.mod_revision for f in own_fences(compare, success) if (kv := seen.get(f.key))), default=0)
+    # All puts of one transaction have one mod revision, so a key that proves ours dates the others.
+    proof = [seen.get(fence.key) for fence in fences if fence.key in puts]
+    if any(not _wrote(puts[fence.key], seen.get(fence.key)) for fence in fences if fence.key in puts):
+        return None
+    at = max((kv.mod_revision for key in puts if (kv := seen.get(key)) is not None), default=0)
+    if proof:
+        at = min(kv.mod_revision for kv in proof if kv is not None)
     for key, put in puts.items():
         kv = seen.get(key)
-        if kv is None:
-            return None
-        if kv.value == put.value and kv.lease == put.lease and kv.mod_revision == at:
-            continue
-        if kv.mod_revision < at:
-            return False  # not written together with the fence's key
-    return True if written or not puts else None
+        if kv is None or (not proof and kv.mod_revision != at):
+            return None  # deleted since, or not all from one transaction
+        if kv.mod_revision < at or (kv.mod_revision == at and not _wrote(put, kv)):
+            return False if proof else None
+    return True

@@ -1,0 +1,509 @@
+"""A small world around the job state machine: nodes, pods, guards, etcd, and a coordinator that may die at any write.
+
+Every step is one choice, so that a failing run shrinks to the shortest one. The world judges what no state alone can:
+whether two incarnations run at once, and whether a committed checkpoint holds what it must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from moorage.coordinator.machine import JobPolicy, JobState, Machine, new_job, resume, validate
+from moorage.coordinator.machine import events as ev
+from moorage.coordinator.machine import instructions as ins
+from moorage.coordinator.machine.state import RESTING, Seat, decode, encode
+from moorage.errors import Conflict
+from moorage.records import Outcome
+
+HOUR = 3600.0
+
+
+class Crash(Exception):
+    """The coordinator died."""
+
+
+@dataclass
+class Pod:
+    """One pod on one node. ``state``: loaded (restored, frozen), running, frozen, exited, killed."""
+
+    pod: int
+    incarnation: int
+    node: str
+    state: str
+    code: int = 0
+    attempt: int = 0
+    fenced: bool = False  # frozen by its guard
+
+
+@dataclass
+class Node:
+    alive: bool = True
+    destroyed: bool = False
+
+
+@dataclass
+class Etcd:
+    """What survives a coordinator."""
+
+    state: bytes = b""
+    incarnation: int = 0
+    starts: dict[int, str] = field(default_factory=dict)  # attempt: kind
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    captured: dict[int, dict[int, bool]] = field(default_factory=dict)
+    persisted: dict[int, set[int]] = field(default_factory=dict)
+    checkpoints: list[str] = field(default_factory=list)
+    generation: int = 0
+
+
+class World:
+    """``choose(n)`` returns a number below n; every decision of the world is one call of it."""
+
+    def __init__(self, choose: Callable[[int], int], *, pods: int = 2, nodes: int = 3, **policy: object) -> None:
+        self.choose = choose
+        self.pods_of_job = pods
+        self.now = 1000.0
+        self.nodes = {f"n{i}": Node() for i in range(nodes)}
+        self.pods: list[Pod] = []
+        self.etcd = Etcd()
+        self.queue: list[ev.Event] = []
+        self.inflight: dict[ins.Order, set[int]] = {}
+        self.crashes = 0
+        self.calm = (1, 2, 4, 10)[choose(4)]  # how much work is done between two faults
+        state, found = new_job(
+            job="j", name="train", owner="ann", pods=pods, policy=JobPolicy(**policy), now=self.now  # type: ignore[arg-type]
+        )
+        self.machine = Machine(state)
+        self.etcd.state = encode(state)
+        self._order(found)
+
+    # -- the coordinator
+
+    @property
+    def state(self) -> JobState:
+        return self.machine.state
+
+    def _order(self, found: list[ins.Instruction]) -> None:
+        for instruction in found:
+            if isinstance(instruction, ins.Order):
+                self.inflight.setdefault(instruction, set())
+        wanted = set(resume(self.state))
+        self.inflight = {order: done for order, done in self.inflight.items() if order in wanted}
+        assert set(self.inflight) == wanted, f"orders and state disagree\n{self.machine.story()}"
+
+    def restart(self) -> None:
+        """A new coordinator: all it knows is in etcd and on the nodes."""
+        self.crashes += 1
+        state = decode(self.etcd.state)
+        validate(state)
+        self.machine = Machine(state)
+        self.queue.clear()
+        self.inflight = {}
+        self._order(list(resume(state)))
+        self.relist()
+
+    def relist(self) -> None:
+        """What a coordinator learns when it takes the job up: lost nodes, ended and missing pods."""
+        state = self.state
+        for seat in state.seats:
+            if not self.nodes[seat.node].alive:
+                self.queue.append(ev.NodeLost(time=self.now, node=seat.node))
+        for number, seat in enumerate(state.seats):
+            if self.nodes[seat.node].alive:
+                pod = self.find(number, state.incarnation, seat.node)
+                if pod is None or pod.state == "killed":
+                    if not any(isinstance(order, ins.Load) for order in self.inflight):
+                        self.queue.append(self._gone(number, state.incarnation))
+                elif pod.state == "exited":
+                    self.queue.append(self._exited(pod))
+
+    def _gone(self, pod: int, incarnation: int) -> ev.Event:
+        return ev.PodFailed(time=self.now, pod=pod, incarnation=incarnation, reason="it is not there")
+
+    def _exited(self, pod: Pod) -> ev.Event:
+        return ev.PodExited(time=self.now, pod=pod.pod, incarnation=pod.incarnation, code=pod.code)
+
+    def handle(self, event: ev.Event, *, crash: int = 0) -> None:
+        """``crash`` 1: the coordinator dies before the write, 2: after it, before any order."""
+        after, found = self.machine.consider(event)
+        if after == self.state:
+            assert not found
+            return
+        if crash == 1:
+            self.restart()
+            return
+        stands = self.write(after, found)
+        if stands is not None:
+            # The writer tells the machine of the outcome that stands, then handles the event again.
+            self.handle(ev.OutcomeStands(time=self.now, outcome=stands))
+            self.handle(event)
+            return
+        if crash == 2:
+            self.restart()
+            return
+        self.machine.accept(event, after, found)
+        self._order(found)
+
+    def write(self, after: JobState, found: list[ins.Instruction]) -> Outcome | None:
+        """One transaction. An outcome that stands already makes it fail, and is returned."""
+        etcd = self.etcd
+        for record in found:
+            if isinstance(record, ins.Conclude) and record.outcome.attempt in etcd.outcomes:
+                stands = etcd.outcomes[record.outcome.attempt]
+                assert stands.kind == "abort", f"two deciders: {stands}\n{self.machine.story()}"
+                return stands
+        for record in sorted(found, key=lambda record: isinstance(record, ins.Commit)):
+            if isinstance(record, ins.Conclude):
+                etcd.outcomes[record.outcome.attempt] = record.outcome
+                if record.outcome.kind != "abort":
+                    votes = etcd.captured.get(record.outcome.attempt, {})
+                    assert len(votes) == self.pods_of_job and all(votes.values()), "an outcome without all votes"
+            elif isinstance(record, ins.CreateStart):
+                assert record.start.attempt not in etcd.starts
+                assert record.start.incarnation == etcd.incarnation
+                etcd.starts[record.start.attempt] = record.start.kind
+            elif isinstance(record, ins.Raise):
+                assert record.record.incarnation == etcd.incarnation + 1, "the incarnation grows one by one"
+                etcd.incarnation = record.record.incarnation
+            elif isinstance(record, ins.Commit):
+                self._commit(record)
+        assert after.incarnation == etcd.incarnation
+        assert after.latest == (etcd.checkpoints[-1] if etcd.checkpoints else "")
+        etcd.state = encode(after)
+        assert decode(etcd.state) == after
+        return None
+
+    def _commit(self, record: ins.Commit) -> None:
+        number = record.checkpoint.attempt
+        assert record.checkpoint.incarnation == self.etcd.incarnation or self.etcd.starts[number] == "stop"
+        assert self.etcd.persisted.get(number) == set(range(self.pods_of_job)), "committed before it was stored"
+        assert self.etcd.outcomes[number].kind == ("resume" if self.etcd.starts[number] == "resume" else "stop")
+        assert not self.etcd.checkpoints or self.etcd.checkpoints[-1] < record.checkpoint.checkpoint
+        self.etcd.checkpoints.append(record.checkpoint.checkpoint)
+
+    # -- nodes and pods
+
+    def find(self, pod: int, incarnation: int, node: str) -> Pod | None:
+        return next(
+            (p for p in self.pods if (p.pod, p.incarnation, p.node) == (pod, incarnation, node)),
+            None,
+        )
+
+    def lose(self, name: str, *, destroy: bool) -> None:
+        """The node is gone: its guards have frozen its pods by the time its registration is."""
+        self.nodes[name].alive = False
+        self.nodes[name].destroyed |= destroy
+        for pod in list(self.pods):
+            if pod.node == name:
+                if destroy:
+                    self.pods.remove(pod)
+                else:
+                    pod.fenced = True
+        self.queue.append(ev.NodeLost(time=self.now, node=name))
+
+    def come_back(self, name: str) -> None:
+        """Contact returns (or an empty machine of that name): guards let go of what etcd confirms, and kill the rest."""
+        self.nodes[name] = Node()
+        for pod in list(self.pods):
+            if pod.node == name:
+                pod.fenced = False
+                if pod.incarnation != self.etcd.incarnation:
+                    self.pods.remove(pod)
+
+    def exit(self, pod: Pod, code: int) -> None:
+        pod.state, pod.code = "exited", code
+        self.queue.append(self._exited(pod))
+
+    def running(self) -> list[Pod]:
+        return [p for p in self.pods if p.state == "running" and not p.fenced]
+
+    def follow_outcome(self, pod: Pod) -> None:
+        """What a worker does when it sees an outcome."""
+        outcome = self.etcd.outcomes.get(pod.attempt)
+        if outcome is None or outcome.incarnation != pod.incarnation:
+            return
+        if outcome.kind == "stop":
+            self.pods.remove(pod)
+            return
+        if pod.state == "frozen":
+            pod.state = "running"
+        pod.attempt = 0
+
+    def check(self) -> None:
+        """Invariants of the world."""
+        incarnations = {p.incarnation for p in self.running()}
+        assert len(incarnations) <= 1, f"two incarnations run: {self.pods}\n{self.machine.story()}"
+        if incarnations:
+            assert max(incarnations) <= self.etcd.incarnation
+        validate(self.state)
+
+    # -- orders
+
+    def work(self, order: ins.Order, *, fail: bool = False) -> ev.Event | None:
+        """One bit of work on an order: one pod's part of it, or its answer."""
+        if isinstance(order, ins.Alarm):
+            self.now = max(self.now, order.at)
+            return ev.AlarmRang(time=self.now, of=order)
+        if isinstance(order, ins.Place):
+            return self._place(order)
+        if isinstance(order, ins.Fence):
+            return self._fence(order)
+        if isinstance(order, ins.Observe):
+            outcome = self.etcd.outcomes.get(order.attempt)
+            return ev.OutcomeStands(time=self.now, outcome=outcome) if outcome else None
+        if isinstance(order, ins.Collect):
+            if self.etcd.persisted.get(order.attempt) == set(range(self.pods_of_job)):
+                return ev.Persisted(time=self.now, of=order, bytes_total=9, bytes_new=1, pause_seconds=0.5)
+            return self._failed(order, "a pod cannot store", "NoCapacity") if fail else None
+        if isinstance(order, ins.WriteManifest):
+            if fail:
+                return self._failed(order, "the store was pruned", "Conflict")
+            return ev.Written(time=self.now, of=order, manifest="m", generation=0)
+        return self._on_pods(order, fail)
+
+    def _failed(self, order: ins.Order, message: str, kind: str, pod: int = -1, node: str = "") -> ev.Event:
+        return ev.Failed(time=self.now, of=order, message=message, error_kind=kind, pod=pod, node=node)
+
+    def _place(self, order: ins.Place) -> ev.Event:
+        usable = [n for n, node in self.nodes.items() if node.alive and n not in order.exclude]
+        usable = [n for n in usable if not order.on or n in order.on]
+        if not usable:
+            return ev.Unplaceable(time=self.now, of=order, reason="no node")
+        seats = tuple(Seat(usable[self.choose(len(usable))]) for _ in range(self.pods_of_job))
+        return ev.Placed(time=self.now, of=order, seats=seats, vni=7, slot=1)
+
+    def _fence(self, order: ins.Fence) -> ev.Event | None:
+        done = self.inflight[order]
+        for index, target in enumerate(order.targets):
+            if index in done:
+                continue
+            if self.nodes[target.node].alive:
+                for pod in list(self.pods):
+                    if (pod.pod, pod.node) == (target.pod, target.node) and pod.incarnation <= order.bound:
+                        self.pods.remove(pod)
+            done.add(index)  # or its lease has run out: its guard has frozen it
+            return None
+        return ev.Done(time=self.now, of=order)
+
+    def _on_pods(self, order: ins.Order, fail: bool) -> ev.Event | None:
+        done = self.inflight[order]
+        ending = isinstance(order, ins.Kill | ins.Finish)
+        for number, seat in enumerate(self.state.seats):
+            if number in done:
+                continue
+            if not self.nodes[seat.node].alive:
+                if ending:
+                    done |= {number, number + self.pods_of_job}  # the second says: not reached
+                    continue
+                return None
+            if fail and not ending:
+                kind = ("EnvironmentLacking", "Incompatible", "CorruptData", "MoorageError")[self.choose(4)]
+                return self._failed(order, "it does not work", kind, number, seat.node)
+            trouble = self._on_pod(order, number, seat.node)
+            if trouble:
+                return self._failed(order, trouble, "Conflict", number, seat.node)
+            done.add(number)
+            return None
+        if isinstance(order, ins.Kill | ins.Finish):
+            unreached = tuple(n for n in range(self.pods_of_job) if n + self.pods_of_job in done)
+            return ev.Closed(time=self.now, of=order, unreached=unreached)
+        return ev.Done(time=self.now, of=order)
+
+    def _on_pod(self, order: ins.Order, number: int, node: str) -> str:
+        pod = self.find(number, order.incarnation, node)
+        if isinstance(order, ins.Load):
+            if pod is None:
+                state = "loaded" if order.checkpoint else "running"
+                if order.checkpoint:
+                    assert order.checkpoint in self.etcd.checkpoints
+                self.pods.append(Pod(number, order.incarnation, node, state))
+            return ""
+        if pod is None:
+            return "" if isinstance(order, ins.Kill | ins.Finish) else "no such pod"
+        match order:
+            case ins.Release():
+                if pod.state == "loaded":
+                    pod.state = "running"
+            case ins.Prepare(attempt=attempt):
+                if pod.attempt not in (0, attempt) or self.etcd.outcomes.get(attempt):
+                    return "it is in another attempt"
+                pod.attempt = attempt
+            case ins.Freeze(attempt=attempt) | ins.Seal(attempt=attempt):
+                if pod.attempt != attempt:
+                    return "it is not in that attempt"
+                if pod.state == "running":
+                    pod.state = "frozen"
+            case ins.Capture(attempt=attempt):
+                votes = self.etcd.captured.setdefault(attempt, {})
+                if number in votes:
+                    return ""
+                if pod.attempt != attempt or self.etcd.outcomes.get(attempt):
+                    return "it is not in that attempt"
+                assert pod.state == "frozen" or (pod.state == "exited"), pod
+                if pod.state == "exited" and pod.code:
+                    return "it exited"
+                frozen = {p.pod for p in self.pods if p.incarnation == order.incarnation and p.state == "frozen"}
+                ended = {p.pod for p in self.pods if p.incarnation == order.incarnation and p.state == "exited"}
+                assert frozen | ended >= {p.pod for p in self.pods if p.incarnation == order.incarnation}, "no cut"
+                votes[number] = True
+            case ins.Settle():
+                self.follow_outcome(pod)
+                assert pod.state != "frozen", f"{pod} {self.etcd}\n{self.machine.story()}"
+            case ins.Kill():
+                if pod.state != "exited":
+                    pod.state = "killed"
+            case ins.Finish():
+                self.pods.remove(pod)
+        return ""
+
+    def persist(self) -> None:
+        """A worker brings a captured pod into the store."""
+        thawed = {p.pod for p in self.pods if not p.attempt and p.incarnation == self.etcd.incarnation}
+        for attempt, votes in self.etcd.captured.items():
+            kind, outcome = self.etcd.starts[attempt], self.etcd.outcomes.get(attempt)
+            stored = self.etcd.persisted.setdefault(attempt, set())
+            may = outcome.kind == "resume" if outcome else kind == "stop"
+            for number in votes:
+                if may and number not in stored and (kind == "stop" or number in thawed):
+                    stored.add(number)
+                    return
+
+    def abort(self) -> None:
+        """A worker finds that the deadline has passed."""
+        for attempt in self.etcd.starts:
+            self.etcd.outcomes.setdefault(
+                attempt, Outcome(kind="abort", incarnation=self.etcd.incarnation, attempt=attempt, by="n0")
+            )
+
+    # -- steps
+
+    def step(self) -> None:
+        """One choice of everything that may happen."""
+        choices = ["work"] * 12 + ["deliver"] * 8 + ["outcome"] * 3 + ["persist"] * 3
+        choices *= self.calm
+        choices += ["fail", "crash", "crash", "lose", "destroy", "back", "back", "abort", "hang"]
+        choices += ["ask"] * 4 + ["exit", "exit0"] * (not self.choose(3))
+        getattr(self, "do_" + choices[self.choose(len(choices))])()
+        self.check()
+
+    def do_work(self) -> None:
+        self._work(fail=False)
+
+    def do_fail(self) -> None:
+        self._work(fail=True)
+
+    def _work(self, *, fail: bool) -> None:
+        self.now += 0.1
+        late = self.choose(10) == 0
+        orders = [o for o in self.inflight if not isinstance(o, ins.Alarm) or o.what == "heartbeat" or late]
+        if not orders:
+            return
+        event = self.work(orders[self.choose(len(orders))], fail=fail)
+        if event is not None:
+            self.queue.append(event)
+
+    def do_deliver(self) -> None:
+        if self.queue:
+            # Answers and news come over many connections: in any order.
+            event = self.queue.pop(self.choose(len(self.queue)))
+            crash = {0: 1, 1: 2}.get(self.choose(4 * self.calm), 0)
+            self.handle(event, crash=crash)
+
+    def do_crash(self) -> None:
+        self.restart()
+
+    def do_lose(self) -> None:
+        self._lose(destroy=False)
+
+    def do_destroy(self) -> None:
+        self._lose(destroy=True)
+
+    def _lose(self, *, destroy: bool) -> None:
+        alive = [n for n, node in self.nodes.items() if node.alive]
+        if alive:
+            self.lose(alive[self.choose(len(alive))], destroy=destroy)
+
+    def do_back(self) -> None:
+        gone = [n for n, node in self.nodes.items() if not node.alive]
+        if gone:
+            self.come_back(gone[self.choose(len(gone))])
+
+    def do_exit(self) -> None:
+        if pods := self.running():
+            self.exit(pods[self.choose(len(pods))], (0, 1, 137)[self.choose(3)])
+
+    def do_exit0(self) -> None:
+        if pods := self.running():
+            self.exit(pods[self.choose(len(pods))], 0)
+
+    def do_abort(self) -> None:
+        if self.etcd.starts and max(self.etcd.starts) not in self.etcd.outcomes:
+            self.abort()
+
+    def do_outcome(self) -> None:
+        pods = [p for p in self.pods if p.attempt in self.etcd.outcomes and self.nodes[p.node].alive]
+        if pods:
+            self.follow_outcome(pods[self.choose(len(pods))])
+
+    def do_persist(self) -> None:
+        self.persist()
+
+    def do_hang(self) -> None:
+        self.queue.append(ev.Hung(time=self.now, incarnation=self.state.incarnation, reason="nothing moves"))
+
+    def do_ask(self) -> None:
+        nodes = tuple(n for n in self.nodes if self.choose(2))
+        which = self.choose(8)
+        asked: ev.Asked
+        if which <= 2:
+            asked = ev.CheckpointAsked(time=self.now, request=f"r{self.choose(40)}")
+        elif which == 3:
+            asked = ev.ParkAsked(time=self.now)
+        elif which == 4:
+            asked = ev.MoveAsked(time=self.now, nodes=nodes or tuple(self.nodes))
+        elif which == 5:
+            asked = ev.StopAsked(time=self.now, checkpoint=bool(self.choose(2)))
+        else:
+            asked = ev.RestoreAsked(time=self.now, nodes=nodes)
+        try:
+            self.handle(asked, crash=(0, 0, 0, 1, 2)[self.choose(5)])
+        except Conflict:
+            return
+
+    def settle(self, limit: int = 4000) -> None:
+        """Faults have stopped: nodes are there, everything makes progress, and the program ends."""
+        for name, node in self.nodes.items():
+            if not node.alive:
+                self.come_back(name)
+        self.relist()
+        turn = 0
+        for turn in range(limit):
+            if self.state.phase in RESTING and not self.queue:
+                break
+            for pod in list(self.pods):
+                if pod.attempt in self.etcd.outcomes:
+                    self.follow_outcome(pod)
+            self.persist()
+            for order in list(self.inflight):
+                if isinstance(order, ins.Alarm):
+                    continue
+                if order in self.inflight and (event := self.work(order)) is not None:
+                    self.queue.append(event)
+            while self.queue:
+                self.handle(self.queue.pop(0))
+                self.check()
+            if self.state.phase == "running" and self.state.attempt is None and turn > 20:
+                for pod in self.running():
+                    if pod.incarnation == self.state.incarnation:
+                        self.exit(pod, 0)
+            if not self.queue and turn % 50 == 49:
+                self._ring()
+        assert self.state.phase in RESTING, f"it never rests: {self.state}\n{self.machine.story()}"
+        if self.state.over:
+            assert not self.running(), f"something runs on: {self.pods}\n{self.machine.story()}"
+
+    def _ring(self) -> None:
+        for order in list(self.inflight):
+            if isinstance(order, ins.Alarm) and order.what != "heartbeat":
+                self.now = max(self.now, order.at)
+                self.queue.append(ev.AlarmRang(time=self.now, of=order))
