@@ -76,6 +76,5 @@ async def wait_ready(cluster: Cluster, seconds: float, progress: Callable[[str],
         if bad := failing(await asyncio.to_thread(control.status, cluster)):
             raise MoorageError(f"{bad[0]} does not stay up:\n{_last_lines(cluster, bad[0])}", "")
         if loop.time() > deadline:
-            where = cluster.folder / "log"
             raise DeadlineExceeded(f"the cluster is not ready after {seconds:.0f} s: {line}", "see its logs")
         await asyncio.sleep(POLL_SECONDS)
