@@ -214,16 +214,16 @@ def abort(
     """Give the attempt up. ``settle``: the job is to run on, so its pods must come back first."""
     attempt = _current(t)
     told = {"reason": reason, "error_kind": error_kind, "hint": hint, "refusals": refusals}
-    undecided = attempt.undecided
-    if undecided and not stands:
+    if attempt.undecided and not stands:
         t.record(Conclude(_outcome(attempt, "abort", reason)))
     settle = settle and t.state.trouble is None
-    t.attempt_step("settling" if settle and undecided else "aborted", reason, {"error_kind": error_kind}, **told)
-    if settle and undecided:
-        t.phase("running", f"attempt {attempt.number} was aborted")
+    t.attempt_step("settling" if settle else "aborted", reason, {"error_kind": error_kind}, **told)
+    if settle:
+        if t.state.phase != "running":
+            t.phase("running", f"attempt {attempt.number} was aborted")
         return
     _close(t, "aborted")
-    if settle or t.state.trouble is not None:
+    if t.state.trouble is not None:
         after(t)
 
 

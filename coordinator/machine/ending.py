@@ -51,6 +51,7 @@ def _fence(t: Turn, plan: Ending) -> None:
 
 def all_exited(t: Turn) -> None:
     """Every pod has exited with 0."""
+    attempt.drop_queue(t, "the job has ended")
     t.set(next_checkpoint=0.0)
     plan = Ending(verdict="finished", step="closing", reason="all ranks exited with 0", exit_code=0)
     t.begin_ending(plan)

@@ -69,9 +69,14 @@ class World:
         self.queue: list[ev.Event] = []
         self.inflight: dict[ins.Order, set[int]] = {}
         self.crashes = 0
-        self.calm = (1, 2, 4, 10)[choose(4)]  # how much work is done between two faults
+        self.calm = (1, 3, 10, 40)[choose(4)]  # how much work is done between two faults
         state, found = new_job(
-            job="j", name="train", owner="ann", pods=pods, policy=JobPolicy(**policy), now=self.now  # type: ignore[arg-type]
+            job="j",
+            name="train",
+            owner="ann",
+            pods=pods,
+            policy=JobPolicy(**policy),
+            now=self.now,  # type: ignore[arg-type]
         )
         self.machine = Machine(state)
         self.etcd.state = encode(state)
@@ -202,7 +207,7 @@ class World:
         self.queue.append(ev.NodeLost(time=self.now, node=name))
 
     def come_back(self, name: str) -> None:
-        """Contact returns (or an empty machine of that name): guards let go of what etcd confirms, and kill the rest."""
+        """Contact returns (or an empty machine of that name): guards thaw what etcd confirms, and kill the rest."""
         self.nodes[name] = Node()
         for pod in list(self.pods):
             if pod.node == name:
