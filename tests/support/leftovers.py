@@ -70,8 +70,11 @@ def _own_processes(token: str) -> set[str]:
             state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             continue
-        if wanted in environment and pid != os.getpid() and state not in "ZX":
-            found.add(f"process {pid} {' '.join(arguments(pid))[:150]}")
+        words = " ".join(arguments(pid))
+        # Python's own tracker of shared memory ends with the test run itself.
+        tracker = "multiprocessing.resource_tracker" in words
+        if wanted in environment and pid != os.getpid() and state not in "ZX" and not tracker:
+            found.add(f"process {pid} {words[:150]}")
     return found
 
 
