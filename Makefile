@@ -74,7 +74,7 @@ $(BIN)/python:
 $(STAMPS)/installed: pyproject.toml $(NATIVE) | $(BIN)/python
 	mkdir -p $(STAMPS) build
 	tools/machine-packages.sh $(PYTHON)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install -qq --editable '.[dev]'
 	touch $@
 
 $(STAMPS)/runtime: src/moorage/runtime/install.sh | $(STAMPS)/installed
@@ -84,8 +84,8 @@ $(STAMPS)/runtime: src/moorage/runtime/install.sh | $(STAMPS)/installed
 # torch is for tests and the demo only, scikit-learn for its handwritten digits. A torch that is already in the
 # environment is used; where pip finds no CPU build of this release on disk it downloads some gigabytes.
 $(STAMPS)/torch: | $(STAMPS)/installed
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable '.[demo]'
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq torch==2.13.0
+	$(BIN)/python -m pip install -qq --editable '.[demo]'
 	touch $@
 
 .PHONY: clean
