@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from moorage import failpoints
 
 
@@ -46,3 +49,11 @@ NAMES: tuple[str, ...] = tuple(
 )
 
 failpoints.declare(*NAMES)
+
+
+@asynccontextmanager
+async def step(name: str) -> AsyncIterator[None]:
+    """Pass ``<name>.before``, do the step, pass ``<name>.after`` if it did not raise."""
+    await failpoints.hit(f"{name}.before")
+    yield
+    await failpoints.hit(f"{name}.after")

@@ -45,6 +45,20 @@ def gpus(folder: Path = _GPU_FOLDER) -> list[str]:
     return [gpu_name(path.read_text()) for path in sorted(folder.glob("*/information"))]
 
 
+def fingerprint() -> dict[str, str]:
+    """What a checkpoint that is made here depends on: processor, kernel, architecture, moorage itself."""
+    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    cpu = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in cpu.items()}
+    return {
+        "architecture": platform.machine(),
+        "kernel": platform.release(),
+        "cpu": fields.get("model name", ""),
+        "cpu_flags": fields.get("flags", fields.get("Features", "")),
+        "moorage": moorage.__version__,
+    }
+
+
 def endpoint(config: WorkerConfig, port: int) -> str:
     """The ``host:port`` under which others reach the worker: its own address, the port that it listens on."""
     host = f"[{config.address}]" if ":" in config.address else config.address
@@ -67,4 +81,5 @@ def record(config: WorkerConfig, *, session: str, port: int, ready: bool) -> Nod
         kernel=platform.release(),
         labels=dict(config.labels),
         ready=ready,
+        lease_kept=True,
     )

@@ -1,0 +1,291 @@
+"""A pod's part in a checkpoint attempt: prepare, freeze, seal, capture, vote; then what the outcome says.
+
+Invariants:
+
+* from the order to prepare until the outcome has been carried out, the pod is frozen or thawed by this attempt alone;
+* the pod is unsealed and thawed only after an outcome was read (or created here, as abort): unsealed first, so that no
+  process meets a closed network;
+* whatever fails here ends in a vote against the attempt, never in a pod that stands still for ever: the local deadline
+  runs from the order to prepare.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from moorage.barrier import clock
+from moorage.barrier.decision import Step
+from moorage.errors import AttemptAborted, Conflict, Fenced, MoorageError, NotFound
+from moorage.records import Outcome, Vote
+from moorage.v1 import worker_pb2
+from moorage.worker import attempt_capture, persist, pod_end, pod_staging, preflight_pod
+from moorage.worker.agent_failpoints import step
+from moorage.worker.pod import Pod
+from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
+
+#: How long a frozen pod waits for the acknowledgement of what it sent, in seconds.
+_DRAIN_SECONDS = 0.2
+_RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
+
+
+@asynccontextmanager
+async def _timed(timings: dict[str, float], name: str) -> AsyncIterator[None]:
+    began = time.monotonic()
+    yield
+    timings[name] = time.monotonic() - began
+
+
+def _done(pod: Pod, name: str, order: worker_pb2.AttemptOrder) -> bool:
+    record = pod.record
+    return step_done(
+        name,
+        record.phase,
+        order_attempt=order.attempt,
+        pod_attempt=record.attempt,
+        last_attempt=record.last_attempt,
+    )
+
+
+async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.PrepareReply:
+    """Look for what cannot be saved; with no objection the pod is in the attempt from now on.
+
+    Raises `Conflict` when the pod is in another attempt, or still brings the last one into the store.
+    """
+    if pod.record.attempt == order.attempt:
+        return worker_pb2.PrepareReply(status=pod.status())
+    _done(pod, "prepare", order)
+    if pod.persisting is not None and not pod.persisting.done():
+        raise Conflict(
+            f"{pod.label} still brings attempt {pod.record.last_attempt} into the store", "try again when it is done"
+        )
+    found = await preflight_pod.look(pod)
+    if not found.objections:
+        async with step("worker.prepare.record"):
+            _enter(pod, order)
+    return worker_pb2.PrepareReply(
+        status=pod.status(),
+        refusals=[worker_pb2.Refusal(what=o.what, why=o.why, cure=o.cure) for o in found.objections],
+        bytes_needed=found.bytes_needed,
+        bytes_free=found.bytes_free,
+    )
+
+
+def _enter(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
+    record = pod.record
+    record.attempt = record.last_attempt = order.attempt
+    record.kind = order.kind or "resume"
+    record.deadline = clock.now() + order.remaining_seconds
+    record.frozen_since = record.pause_seconds = 0.0
+    record.generation = order.store_generation
+    if record.phase in GONE_PHASES:
+        pod.save()
+        pod.publish()
+    else:
+        pod.change(Change.PREPARED)
+    watch(pod)
+
+
+def watch(pod: Pod) -> None:
+    """Wait for the outcome of the attempt under way, and carry it out."""
+    pod.on_spoiled = lambda why: vote_against(pod, why)
+    pod.watcher = asyncio.create_task(_follow(pod, pod.record.attempt), name=f"outcome for {pod.label}")
+
+
+async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> dict[str, float]:
+    """Freeze the pod and wait (bounded) until what it sent is acknowledged. Seconds by step."""
+    timings: dict[str, float] = {}
+    if _done(pod, "freeze", order):
+        return timings
+    pod.record.frozen_since = clock.now()
+    async with _timed(timings, "freeze"), step("worker.freeze.cgroup"):
+        await pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}"))
+    async with _timed(timings, "drain"), step("worker.freeze.drain"):
+        until = clock.now() + _DRAIN_SECONDS
+        if not await asyncio.to_thread(pod.network.wait_drained, until):
+            pod.log.info("sent data not acknowledged in time", attempt=order.attempt)
+    if not pod.gone:
+        pod.change(Change.FROZEN)
+    return timings
+
+
+async def seal(pod: Pod, order: worker_pb2.AttemptOrder) -> dict[str, float]:
+    """Cut the traffic of the frozen pod. Seconds by step."""
+    timings: dict[str, float] = {}
+    if _done(pod, "seal", order):
+        return timings
+    async with _timed(timings, "seal"), step("worker.seal.network"):
+        await asyncio.to_thread(pod.network.seal)
+    if not pod.gone:
+        pod.change(Change.SEALED)
+    return timings
+
+
+async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[dict[str, float], int]:
+    """Copy the sealed pod and vote. Returns seconds by step and the bytes of the images.
+
+    Raises what made the capture fail (the pod has voted against the attempt then), `AttemptAborted` when the vote came
+    too late.
+    """
+    timings: dict[str, float] = {}
+    record = pod.record
+    if record.attempt != order.attempt:
+        raise Conflict(f"{pod.label} is not in attempt {order.attempt}")
+    if record.captured != order.attempt:
+        _done(pod, "capture", order)
+        try:
+            _check_end(pod)
+            await attempt_capture.capture(pod, timings)
+        except (MoorageError, OSError) as error:
+            await vote_against(pod, str(error))
+            raise
+    async with _timed(timings, "vote"), step("worker.vote.captured"):
+        vote = Vote(
+            pod=record.pod,
+            incarnation=record.incarnation,
+            attempt=order.attempt,
+            finished=pod.gone,
+            bytes_total=record.image_bytes,
+        )
+        stands = await pod.node.attempts(record.job).vote("captured", vote)
+    if not stands:
+        raise AttemptAborted(f"attempt {order.attempt} was settled before {pod.label} could vote")
+    if record.kind == "stop":
+        persist.begin(pod)
+    return timings, record.image_bytes
+
+
+def _check_end(pod: Pod) -> None:
+    """A pod that is over takes part only if all of it ended well."""
+    if pod.gone and pod.record.phase != "exited":
+        raise MoorageError(f"{pod.label} is {pod.record.phase}: {pod.record.reason}")
+    if pod.gone and pod.record.exit_code:
+        raise MoorageError(f"{pod.label} exited with code {pod.record.exit_code}")
+
+
+async def vote_against(pod: Pod, why: str) -> None:
+    """Vote no in the attempt under way. Raises nothing: without a vote the deadline ends the attempt."""
+    record = pod.record
+    attempt = record.attempt
+    if not attempt:
+        return
+    vote = Vote(pod=record.pod, incarnation=record.incarnation, attempt=attempt, ok=False, reason=why)
+    pod.log.info("votes against the attempt", attempt=attempt, reason=why)
+    steps: tuple[Step, ...] = ("captured", "persisted")
+    for name in steps:
+        try:
+            if await pod.node.attempts(record.job).vote(name, vote):
+                return
+        except MoorageError as error:
+            pod.log.warning("vote not cast", attempt=attempt, error=str(error))
+            return
+
+
+async def _follow(pod: Pod, attempt: int) -> None:
+    """Wait for the outcome (past the deadline: create abort) and carry it out."""
+    try:
+        outcome = await pod.node.attempts(pod.record.job).await_outcome(attempt, deadline=pod.record.deadline)
+    except NotFound:
+        await _forgotten(pod, attempt)
+        return
+    await _carry_out(pod, outcome)
+
+
+async def _carry_out(pod: Pod, outcome: Outcome) -> None:
+    """Try until it is done: a pod must not stand frozen because a step failed once."""
+    for tries in itertools.count():
+        try:
+            await pod.order("outcome", outcome.attempt, lambda: conclude(pod, outcome))
+        except Fenced as error:
+            pod.log.warning("outcome not carried out", reason=str(error))
+        except (MoorageError, OSError) as error:
+            if not pod.dying and not pod.gone:
+                pod.log.warning("outcome not carried out yet", reason=str(error))
+                await asyncio.sleep(_RETRY_SECONDS[min(tries, len(_RETRY_SECONDS) - 1)])
+                continue
+        return
+
+
+async def _forgotten(pod: Pod, attempt: int) -> None:
+    """The attempt's keys are gone, so it was settled while this worker was away. Only a current incarnation may run."""
+    record = pod.record
+    try:
+        await pod.node.confirm(record.job, record.incarnation)
+    except Fenced as error:
+        pod.log.warning("the pod stays frozen", reason=str(error))
+        return
+    if record.kind == "stop":
+        # It may have been committed: then the pod must not run. The coordinator says so, or orders it to resume.
+        pod.log.warning("the outcome of a stop is not known: the pod waits for the coordinator", attempt=attempt)
+        return
+    outcome = Outcome(kind="abort", incarnation=record.incarnation, attempt=attempt, reason="it is forgotten")
+    await _carry_out(pod, outcome)
+
+
+async def conclude(pod: Pod, outcome: Outcome) -> None:
+    """Do what the outcome says: run on (resume, abort), or end the pod (stop). Idempotent.
+
+    Raises `Fenced` for the outcome of another incarnation.
+    """
+    record = pod.record
+    if record.attempt != outcome.attempt:
+        return
+    if outcome.incarnation != record.incarnation:
+        raise Fenced(f"attempt {outcome.attempt} is of incarnation {outcome.incarnation}, not {record.incarnation}")
+    pod.log.info("outcome", attempt=outcome.attempt, kind=outcome.kind, reason=outcome.reason, by=outcome.by)
+    if outcome.kind == "stop":
+        await pod_end.end(pod, f"stopped with attempt {outcome.attempt}")
+        record.attempt = 0
+        pod.save()
+        return
+    if record.phase in ATTEMPT_PHASES:
+        await _run_on(pod, outcome)
+    record.attempt = 0
+    pod.on_spoiled = None
+    if outcome.kind == "resume" and record.staged is not None:
+        pod.save()
+        persist.begin(pod)
+    else:
+        await persist.cancel(pod)
+        drop_staged(pod)
+
+
+async def _run_on(pod: Pod, outcome: Outcome) -> None:
+    record = pod.record
+    async with step("worker.outcome.unseal"):
+        await asyncio.to_thread(pod.network.unseal)
+    async with step("worker.outcome.thaw"):
+        await pod.ask(lambda guard: guard.thaw(f"attempt {outcome.attempt}: {outcome.kind}"))
+    if record.frozen_since:
+        record.pause_seconds = clock.now() - record.frozen_since
+        record.frozen_since = 0.0
+    reason = f"attempt {outcome.attempt} was aborted: {outcome.reason}" if outcome.kind == "abort" else ""
+    record.attempt = 0
+    if not pod.gone:
+        pod.change(Change.THAWED, reason)
+
+
+def drop_staged(pod: Pod) -> None:
+    """Forget the capture that stands in staging, and delete it."""
+    staged, pod.record.staged = pod.record.staged, None
+    pod.save()
+    if staged is not None:
+        pod_staging.drop(Path(staged.staging))
+
+
+async def resume(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
+    """Make sure that the pod runs again after an attempt that was aborted.
+
+    Raises `Conflict` when the attempt has no such outcome.
+    """
+    if pod.record.attempt == 0 or pod.gone:
+        return
+    outcome = await pod.node.attempts(pod.record.job).outcome(pod.record.attempt)
+    if outcome is None or outcome.kind == "stop":
+        stands = "has no outcome yet" if outcome is None else "ended in a stop"
+        raise Conflict(f"attempt {pod.record.attempt} of job {pod.record.job} {stands}: {pod.label} stays frozen")
+    await conclude(pod, outcome)

@@ -1,0 +1,125 @@
+"""The capture itself: everything of a sealed pod into the staging folder. The pod stands still for so long.
+
+CRIU's dump, the copy of changed files and the copy of the journal run side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moorage.errors import MoorageError
+from moorage.worker import journal, pod_staging
+from moorage.worker.agent_failpoints import step
+from moorage.worker.guard.messages import JOURNAL_FILE, GuardStatus
+from moorage.worker.layers import CaptureIndex, LayerCapture, mapped_shared_writable
+from moorage.worker.pod import Pod
+from moorage.worker.pod_phase import Change
+from moorage.worker.pod_record import StagedCapture
+
+T = TypeVar("T")
+
+IMAGES, LAYER, JOURNAL, WORK = "images", "layer", "journal", "criu"
+INDEX_FILE = "layer.index"
+
+
+async def capture(pod: Pod, timings: dict[str, float]) -> None:
+    """Copy the pod: a finished one without images. On success ``record.staged`` and `Pod.captured_layer` are set.
+
+    Raises `Refused` (CRIU cannot save something), `NoCapacity`, or what else failed; then nothing is left in staging.
+    """
+    record = pod.record
+    staging = await asyncio.to_thread(pod.staging, pod.bytes_needed)
+    try:
+        image_bytes, captured = await _copy(pod, staging, timings)
+    except BaseException:
+        await asyncio.to_thread(pod_staging.drop, staging)
+        raise
+    pod.captured_layer = captured
+    async with step("worker.capture.record"):
+        record.captured, record.image_bytes = record.attempt, image_bytes
+        record.staged = StagedCapture(
+            attempt=record.attempt,
+            incarnation=record.incarnation,
+            staging=str(staging),
+            generation=record.generation,
+            finished=pod.gone,
+            ranks=list(record.ranks),
+        )
+        if pod.gone:
+            pod.save()
+        else:
+            pod.change(Change.CAPTURED)
+
+
+async def _copy(pod: Pod, staging: Path, timings: dict[str, float]) -> tuple[int, LayerCapture]:
+    image_bytes = 0
+    pids: list[int] = []
+    status = pod.guard_state
+    if not pod.gone:
+        status = await _timed(timings, "journal", _drain(pod))
+        pids = pod.processes()
+    journal_end = status.journal_end if status else None
+
+    async def dump() -> None:
+        nonlocal image_bytes
+        if pod.gone:
+            return
+        async with step("worker.capture.dump"):
+            done = await pod.ask_once(lambda guard: guard.checkpoint(staging / IMAGES, work=staging / WORK))
+        image_bytes = done.image_bytes
+        timings.update(done.timings)
+
+    async def copy_layer() -> LayerCapture:
+        async with step("worker.capture.layer"):
+            return await asyncio.to_thread(_copy_layer, pod, staging / LAYER, pids)
+
+    async def copy_journal() -> None:
+        if (pod.folder / JOURNAL_FILE).exists():
+            await asyncio.to_thread(journal.export, pod.folder / JOURNAL_FILE, staging / JOURNAL, end=journal_end)
+
+    # All must have ended before the staging folder may go, so no task group, which would give up at the first error.
+    results = await asyncio.gather(
+        _timed(timings, "dump", dump()),
+        _timed(timings, "layer", copy_layer()),
+        _timed(timings, "journal_copy", copy_journal()),
+        return_exceptions=True,
+    )
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise next((error for error in errors if isinstance(error, MoorageError)), errors[0])
+    captured = results[1]
+    assert isinstance(captured, LayerCapture)
+    return image_bytes, captured
+
+
+async def _drain(pod: Pod) -> GuardStatus:
+    return (await pod.ask(lambda guard: guard.drain())).status
+
+
+def _copy_layer(pod: Pod, target: Path, pids: list[int]) -> LayerCapture:
+    target.mkdir(mode=0o700)
+    return pod.layers.capture(target, usable_index(pod), mapped_shared_writable(pids))
+
+
+def usable_index(pod: Pod) -> CaptureIndex | None:
+    """What the last capture knew, if the store cannot have dropped any of it since."""
+    if pod.record.index_generation != pod.record.generation:
+        return None
+    if pod.index is None:
+        try:
+            pod.index = CaptureIndex.decode((pod.folder / INDEX_FILE).read_bytes())
+        except (OSError, MoorageError) as error:
+            pod.log.info("files are copied in full", reason=str(error))
+    return pod.index
+
+
+async def _timed(timings: dict[str, float], name: str, work: Coroutine[Any, Any, T]) -> T:
+    began = time.monotonic()
+    try:
+        return await work
+    finally:
+        timings[name] = time.monotonic() - began

@@ -1,0 +1,166 @@
+"""The worker's process: settings in, a registered node out, until SIGTERM or SIGINT.
+
+Order at the start: lock the state folder, open store and etcd, find the pods of an earlier worker, bind the port, get a
+session and register, take the pods over, serve. A coordinator that calls sees all pods from the first moment on.
+
+At the end the pods live on with their guards; the lease is given back only if there are none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from moorage import rpc
+from moorage.barrier.client import EtcdClient
+from moorage.config import WorkerConfig
+from moorage.errors import Conflict, EnvironmentLacking, MoorageError, UsageError
+from moorage.records import Keys, NodeRecord
+from moorage.store import Store
+from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
+from moorage.worker import inventory
+from moorage.worker.agent import Agent
+from moorage.worker.agent_node import Node
+from moorage.worker.agent_session import Registration
+from moorage.worker.service import WorkerService
+
+log = structlog.get_logger(__name__)
+
+_GRACE_SECONDS = 2.0
+
+
+def run(config: WorkerConfig) -> None:
+    """Run the worker until it is told to end. Raises `MoorageError` when it cannot start."""
+    configure_logging()
+    if os.geteuid() != 0:
+        raise EnvironmentLacking("a worker must run as root", "start it with sudo, or as a system service")
+    with locked(Path(config.state)):
+        asyncio.run(_Daemon(config).run())
+
+
+def configure_logging() -> None:
+    """One JSON object for each line on stderr."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+@contextlib.contextmanager
+def locked(state: Path) -> Any:
+    """Hold the lock of the state folder (made, 0700, if absent). Raises `Conflict` if another worker holds it."""
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(state / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(f"another worker uses {state}", "give each worker a state folder of its own") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def notify(message: str) -> None:
+    """Tell the service manager, if there is one (``NOTIFY_SOCKET``), as sd_notify(3) does."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel,
+    ):
+        channel.connect("\0" + address[1:] if address.startswith("@") else address)
+        channel.sendall(message.encode())
+
+
+class _Daemon:
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._session_id = secrets.token_hex(8)
+        self._port = 0
+
+    async def run(self) -> None:
+        config = self._config
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        store = await asyncio.to_thread(Store.open, config.store)
+        password = config.etcd.password()
+        etcd = EtcdClient(config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=password)
+        async with etcd:
+            await self._serve(etcd, store, stop)
+
+    async def _serve(self, etcd: EtcdClient, store: Store, stop: asyncio.Event) -> None:
+        config = self._config
+        keys = Keys(config.cluster)
+        registration = Registration(etcd, keys, config.lease_seconds)
+        agent = Agent(Node(config=config, etcd=etcd, store=store, lease=registration, keys=keys))
+        agent.load()
+        server = rpc.aio_server()
+        add_WorkerServicer_to_server(WorkerService(agent), server)
+        self._port = _bind(server, config)
+        stopping = asyncio.create_task(stop.wait())
+        registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
+        tasks = [asyncio.create_task(registering, name="registration"), stopping]
+        try:
+            ready = asyncio.create_task(registration.first.wait())
+            tasks.append(ready)
+            await _first(ready, *tasks)
+            if not stop.is_set():
+                await agent.adopt()
+                await server.start()
+                tasks.append(asyncio.create_task(agent.refresh(), name="refresh"))
+                notify("READY=1")
+                log.info("serving", node=config.node, port=self._port, pods=len(agent.pods))
+                tasks.remove(ready)
+                await _first(*tasks)
+        finally:
+            notify("STOPPING=1")
+            await server.stop(_GRACE_SECONDS)
+            if await agent.close():
+                await registration.revoke()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _record(self) -> NodeRecord:
+        return inventory.record(self._config, session=self._session_id, port=self._port, ready=True)
+
+
+def _bind(server: Any, config: WorkerConfig) -> int:
+    try:
+        port = int(server.add_secure_port(config.listen, rpc.server_credentials(config.tls)))
+    except (RuntimeError, OSError) as error:
+        raise Conflict(f"cannot listen on {config.listen}: {error}", "is another worker running there?") from error
+    if not port:
+        raise UsageError(f"cannot listen on {config.listen}", "correct `listen` in the worker's settings")
+    return port
+
+
+async def _first(*tasks: asyncio.Task[Any]) -> None:
+    """Wait until one ends; raise what it raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        if error := task.exception():
+            raise error if isinstance(error, MoorageError) else MoorageError(f"the worker broke down: {error!r}")

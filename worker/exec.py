@@ -1,0 +1,150 @@
+"""Run a command inside a pod, beside its ranks, with pipes to the caller. Killed when the caller goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from moorage.errors import Conflict, UsageError
+from moorage.v1.worker_pb2 import ExecInput, ExecOutput
+from moorage.worker import pod_start, pod_user
+from moorage.worker.pod import Pod
+from moorage.worker.sandbox import oci
+from moorage.worker.sandbox.runc import Runc
+
+_READ_BYTES = 64 << 10
+_numbers = itertools.count(1)
+
+
+def exec_process(pod: Pod, first: ExecInput) -> dict[str, Any]:
+    """The process of a request, as the pod's ranks have it.
+
+    Raises `UsageError` for an empty command or a rank that is not in the pod.
+    """
+    if not first.command:
+        raise UsageError("no command to run in the pod", "name one behind --")
+    user = pod_user.resolve(pod.spec)
+    config = pod_start.init_config(pod, user)
+    ranks = {rank.rank: rank for rank in config.ranks}
+    if first.rank not in ranks:
+        raise UsageError(f"rank {first.rank} is not in {pod.label}", f"it holds ranks {min(ranks)} to {max(ranks)}")
+    return oci.build_exec(
+        list(first.command),
+        env={**config.env, **ranks[first.rank].env, **first.env},
+        cwd=first.working_directory or config.cwd,
+        uid=user.uid,
+        gid=user.gid,
+        groups=user.groups,
+    )
+
+
+async def run(pod: Pod, first: ExecInput, inputs: AsyncIterator[ExecInput]) -> AsyncIterator[ExecOutput]:
+    """Run it: what it writes, then one message with its exit code.
+
+    Raises `Conflict` unless the pod runs: one that is being saved must not get processes whose pipes lead out of it.
+    """
+    if pod.record.phase != "running":
+        raise Conflict(f"{pod.label} is {pod.record.phase}", "try again when it runs")
+    runc = Runc(root=pod.node.runc_root, runc=pod.node.runc, criu=pod.node.criu, log=pod.folder / "exec.log")
+    number = next(_numbers)
+    pod.sessions[number] = " ".join(first.command)[:80]
+    spec = pod.folder / f"exec-{number}.json"
+    process: asyncio.subprocess.Process | None = None
+    try:
+        oci.write_exec(spec, exec_process(pod, first))
+        process = await asyncio.create_subprocess_exec(
+            *runc.exec_command(pod.container, spec),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=runc.environment(),
+        )
+        pod.log.info("exec session", command=pod.sessions[number])
+        feeding = asyncio.create_task(_feed(process, first, inputs))
+        try:
+            async for output in _outputs(process):
+                yield output
+            yield ExecOutput(exited=True, exit_code=_exit_code(await process.wait()))
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+    finally:
+        if process is not None and process.returncode is None:
+            await _kill(process)
+        spec.unlink(missing_ok=True)
+        del pod.sessions[number]
+
+
+def _exit_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+async def _feed(process: asyncio.subprocess.Process, first: ExecInput, inputs: AsyncIterator[ExecInput]) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):
+        message = first
+        while True:
+            if message.stdin:
+                process.stdin.write(message.stdin)
+                await process.stdin.drain()
+            if message.stdin_eof:
+                break
+            try:
+                message = await anext(inputs)
+            except StopAsyncIteration:
+                break
+        process.stdin.close()
+
+
+async def _outputs(process: asyncio.subprocess.Process) -> AsyncIterator[ExecOutput]:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    queue: asyncio.Queue[ExecOutput | None] = asyncio.Queue(4)
+
+    async def pump(stream: asyncio.StreamReader, *, error: bool) -> None:
+        while data := await stream.read(_READ_BYTES):
+            await queue.put(ExecOutput(stderr=data) if error else ExecOutput(stdout=data))
+        await queue.put(None)
+
+    pumps = [
+        asyncio.create_task(pump(process.stdout, error=False)),
+        asyncio.create_task(pump(process.stderr, error=True)),
+    ]
+    try:
+        ended = 0
+        while ended < len(pumps):
+            output = await queue.get()
+            if output is None:
+                ended += 1
+            else:
+                yield output
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill the command: runc is its parent, and does not take it along when it is killed itself."""
+    for pid in _children(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    try:
+        await asyncio.wait_for(process.wait(), 5.0)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in task.read_text().split()]
+    return found

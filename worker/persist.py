@@ -1,0 +1,178 @@
+"""Bring a capture from the staging folder into the store, and vote. Beside the running job, or before it is stopped.
+
+Order: packs and index (`Writer.finish`), pod manifest, vote. A worker that dies in between is followed by one that
+finds the capture named in the pod's record and begins again; what is in the store already is found by its digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from moorage import failpoints
+from moorage.errors import AttemptAborted, MoorageError
+from moorage.records import Vote
+from moorage.store import Content, PodManifest, Writer, WriteStats
+from moorage.worker import attempt_layer, inventory, pod_staging
+from moorage.worker.agent_failpoints import step
+from moorage.worker.attempt_capture import IMAGES, INDEX_FILE, JOURNAL
+from moorage.worker.guard.files import write_private
+from moorage.worker.layers import CaptureIndex, LayerCapture
+from moorage.worker.pod import Pod
+from moorage.worker.pod_record import StagedCapture
+
+_BACKGROUND_NICE = 10
+_RETRY_SECONDS = 1.0
+
+
+class Written(NamedTuple):
+    """What is in the store now."""
+
+    manifest: str
+    stats: WriteStats
+
+
+def begin(pod: Pod) -> None:
+    """Start to bring the staged capture into the store, unless that is under way. The task ends with the vote."""
+    if pod.persisting is None or pod.persisting.done():
+        pod.cancel_persist = threading.Event()
+        pod.persisting = asyncio.create_task(_persist(pod), name=f"persist {pod.label}")
+
+
+async def cancel(pod: Pod) -> None:
+    """Stop what `begin` started and wait until it has ended."""
+    if pod.persisting is not None:
+        pod.cancel_persist.set()
+        await asyncio.gather(pod.persisting, return_exceptions=True)
+        pod.persisting = None
+
+
+async def _persist(pod: Pod) -> None:
+    staged = pod.record.staged
+    if staged is None:
+        return
+    began = time.monotonic()
+    vote = Vote(pod=pod.record.pod, incarnation=staged.incarnation, attempt=staged.attempt)
+    try:
+        written = await asyncio.to_thread(_write, pod, staged)
+        vote = msgspec.structs.replace(
+            vote,
+            finished=staged.finished,
+            manifest=written.manifest,
+            bytes_total=written.stats.bytes_total,
+            bytes_new=written.stats.bytes_new,
+            pause_seconds=pod.paused(),
+        )
+        took = round(time.monotonic() - began, 2)
+        pod.log.info("persisted", attempt=staged.attempt, seconds=took, total=vote.bytes_total, new=vote.bytes_new)
+    except AttemptAborted:
+        return
+    except (MoorageError, OSError, KeyError) as error:
+        pod.log.warning("not persisted", attempt=staged.attempt, error=str(error))
+        vote = msgspec.structs.replace(vote, ok=False, reason=f"{pod.label}: {error}")
+    if await _vote(pod, vote):
+        _drop(pod, staged)
+
+
+def _drop(pod: Pod, staged: StagedCapture) -> None:
+    if pod.record.staged is staged:
+        pod.record.staged = None
+        pod.save()
+    pod_staging.drop(Path(staged.staging))
+
+
+async def _vote(pod: Pod, vote: Vote) -> bool:
+    """Whether the vote was given; False: the attempt is over, and whoever ended it clears up."""
+    while not pod.cancel_persist.is_set():
+        try:
+            async with step("worker.vote.persisted"):
+                await pod.node.attempts(pod.record.job).vote("persisted", vote)
+            return True
+        except MoorageError as error:  # etcd is away; the capture is kept until the vote is known to stand
+            pod.log.warning("vote not cast", attempt=vote.attempt, error=str(error))
+            await asyncio.sleep(_RETRY_SECONDS)
+    return False
+
+
+def _write(pod: Pod, staged: StagedCapture) -> Written:
+    captured = pod.captured_layer or attempt_layer.load(Path(staged.staging))
+    background = pod.record.kind == "resume"
+    store = pod.node.store
+    with store.writer(
+        label=f"{pod.record.job} attempt {staged.attempt} pod {pod.record.pod}",
+        nice=_BACKGROUND_NICE if background else 0,
+        threads=None if background else pod.node.cpus,
+    ) as writer:
+        manifest, index, stats = _add_all(pod, staged, captured, writer)
+        failpoints.hit_sync("worker.persist.manifest.before")
+        # Within the block: what the writer found in the store already is safe from prune until the manifest names it.
+        name = store.write_pod_manifest(manifest)
+        failpoints.hit_sync("worker.persist.manifest.after")
+    _keep_index(pod, staged, index)
+    return Written(name, stats)
+
+
+def _add_all(
+    pod: Pod, staged: StagedCapture, captured: LayerCapture, writer: Writer
+) -> tuple[PodManifest, CaptureIndex, WriteStats]:
+    folder = Path(staged.staging)
+    failpoints.hit_sync("worker.persist.images.before")
+    images = {name: _add(pod, writer, path, image_kind(name)) for name, path in _files(folder / IMAGES)}
+    failpoints.hit_sync("worker.persist.images.after")
+    failpoints.hit_sync("worker.persist.layer.before")
+    tree, index = captured.complete({file.key: _add(pod, writer, file.path, "files") for file in captured.files})
+    layer = writer.add_bytes(tree, kind="files")
+    journal = _add(pod, writer, folder / JOURNAL, "logs") if (folder / JOURNAL).exists() else None
+    failpoints.hit_sync("worker.persist.layer.after")
+    stats = writer.finish()
+    record = pod.record
+    manifest = PodManifest(
+        job=record.job,
+        owner=pod.spec.owner,
+        pod=record.pod,
+        incarnation=staged.incarnation,
+        attempt=staged.attempt,
+        node=pod.node.name,
+        created=time.time(),
+        spec=record.spec,
+        images=images,
+        layer=layer,
+        layer_files=index.contents,
+        journal=journal,
+        network={"external_address": pod.network.external_address, "node_address": pod.node.config.address},
+        ranks=[msgspec.to_builtins(rank) for rank in staged.ranks],
+        fingerprint=inventory.fingerprint(),
+        bytes_by_kind={kind: counted.total for kind, counted in writer.by_kind.items()},
+        extra={"finished": staged.finished, "exit_code": record.exit_code},
+    )
+    return manifest, index, stats
+
+
+def image_kind(name: str) -> str:
+    """What one of CRIU's files holds, as `moorage inspect` calls it."""
+    return "process memory" if name.startswith("pages-") else "process state"
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if path.is_file():
+            yield str(path.relative_to(folder)), path
+
+
+def _add(pod: Pod, writer: Writer, path: Path, kind: str) -> Content:
+    if pod.cancel_persist.is_set():
+        raise AttemptAborted(f"attempt {pod.record.last_attempt} is over")
+    return writer.add_file(path, kind=kind)
+
+
+def _keep_index(pod: Pod, staged: StagedCapture, index: CaptureIndex) -> None:
+    """Only now: until the contents are in the store, the next capture must not count on them."""
+    pod.index = index
+    write_private(pod.folder / INDEX_FILE, index.encode())
+    pod.record.index_generation = staged.generation

@@ -1,0 +1,104 @@
+"""As whom the ranks run, and where their command lies on this host."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from moorage.errors import UsageError
+from moorage.v1.types_pb2 import JobSpec
+from moorage.worker.pod_environment import DEFAULT_PATH
+
+
+class User(NamedTuple):
+    """A user of this host, or a bare number that no account has (then ``name`` is the number and ``home`` is ``/``)."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    name: str
+    home: str
+
+    def environment(self) -> dict[str, str]:
+        """The variables that tell a program as whom it runs."""
+        return {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
+
+
+def resolve(spec: JobSpec) -> User:
+    """The user of the job: ``spec.user`` (``uid[:gid]`` or a name), else the owner's account on this host.
+
+    Raises `UsageError` when there is no such account.
+    """
+    wanted = spec.user or spec.owner.removeprefix("user:") or "root"
+    first, colon, second = wanted.partition(":")
+    if first.isdigit() and (second.isdigit() or not colon):
+        return _numbered(int(first), int(second) if second else None)
+    try:
+        return _account(pwd.getpwnam(wanted))
+    except KeyError:
+        hint = "name another with --user" if spec.user else "name an account of the nodes with --user"
+        raise UsageError(f"user {wanted} does not exist on this node", hint) from None
+
+
+def _numbered(uid: int, gid: int | None) -> User:
+    try:
+        user = _account(pwd.getpwuid(uid))
+    except KeyError:
+        group = uid if gid is None else gid
+        return User(uid, group, (group,), str(uid), "/")
+    if gid is None or gid == user.gid:
+        return user
+    return user._replace(gid=gid, groups=(gid, *user.groups))
+
+
+def _account(entry: pwd.struct_passwd) -> User:
+    groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
+    return User(entry.pw_uid, entry.pw_gid, groups, entry.pw_name, entry.pw_dir)
+
+
+def command_paths(spec: JobSpec) -> list[str]:
+    """Absolute paths of this host (in the image, if there is one) that the command needs: itself, what it links to, and
+    the prefix of a virtual environment.
+
+    Raises `UsageError` when there is no command or it cannot be found in the job's ``PATH``.
+    """
+    if not spec.command or not spec.command[0]:
+        raise UsageError(f"job {spec.name} has no command")
+    root = Path(spec.image or "/")
+    found = _find(spec, root)
+    if found is None:
+        where = f"in image {spec.image}" if spec.image else "on this node"
+        path = spec.env.get("PATH", DEFAULT_PATH)
+        hint = "give its path" if "/" in spec.command[0] else f"PATH is {path}; give its path or set PATH with --env"
+        raise UsageError(f"command {spec.command[0]} does not exist {where}", hint)
+    return list(dict.fromkeys(map(str, _with_targets(found, root))))
+
+
+def _find(spec: JobSpec, root: Path) -> Path | None:
+    name = spec.command[0]
+    if "/" in name:
+        folders = [spec.working_directory or "/"]
+    else:
+        folders = [folder for folder in spec.env.get("PATH", DEFAULT_PATH).split(":") if folder]
+    for folder in folders:
+        inside = Path(spec.working_directory or "/", folder, name)
+        # Joined by hand: an absolute path would throw the root away.
+        if shutil.which(str(root / str(inside).lstrip("/"))):
+            return inside
+        if spec.image and (root / str(inside).lstrip("/")).is_symlink():
+            return inside  # an absolute link that leads nowhere outside the image may well lead somewhere in it
+    return None
+
+
+def _with_targets(found: Path, root: Path) -> Iterator[Path]:
+    yield found
+    if root != Path("/"):
+        return
+    yield found.resolve()
+    prefix = found.parent.parent
+    if (prefix / "pyvenv.cfg").is_file():
+        yield prefix

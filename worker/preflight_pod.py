@@ -1,0 +1,80 @@
+"""The preflight of one pod: its processes, its sockets, the space that a capture takes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from moorage.worker import inventory, pod_staging
+from moorage.worker.pod import Pod
+from moorage.worker.preflight import Objection, examine, exec_sessions, space
+from moorage.worker.preflight_proc import read_processes
+
+#: What CRIU's images and the copies hold beside the memory itself.
+_OVERHEAD_BYTES = 16 << 20
+
+
+class Found(NamedTuple):
+    """What stands in the way, and the bytes that a capture takes and that are free for it."""
+
+    objections: list[Objection]
+    bytes_needed: int
+    bytes_free: int
+
+
+async def look(pod: Pod) -> Found:
+    """Look at the running pod without touching it. Also sets `Pod.bytes_needed`."""
+    found = await asyncio.to_thread(_look, pod)
+    pod.bytes_needed = found.bytes_needed
+    return found
+
+
+def _look(pod: Pod) -> Found:
+    objections = exec_sessions(list(pod.sessions.values()))
+    pids = [] if pod.gone else pod.processes()
+    objections += examine(read_processes(pids))
+    needed = (0 if pod.gone else memory_bytes(pids)) + _changed_bytes(pod) + _OVERHEAD_BYTES
+    disk = pod_staging.free_bytes(pod.folder)
+    memory = pod_staging.free_bytes(pod_staging.SHARED_MEMORY)
+    if not pod_staging.in_memory(
+        needed, total=inventory.memory_total(), available=inventory.memory_available(), shm_free=memory
+    ):
+        objections += space(needed, disk, f"{pod.node.state} on node {pod.node.name}")
+    free = pod.node.store.free_bytes()
+    objections += space(needed, free, f"store {pod.node.config.store}")
+    return Found(objections, needed, min(free, max(disk, memory)))
+
+
+def memory_bytes(pids: list[int]) -> int:
+    """Bytes of private and shared memory of these processes that CRIU has to write: what is resident, not of files.
+
+    Pages that processes share after a fork are counted for each, as CRIU writes them for each.
+    """
+    total = 0
+    for pid in pids:
+        try:
+            status = Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+        for name in ("RssAnon", "RssShmem", "VmSwap"):
+            total += int(fields.get(name, "0 kB").split()[0]) * 1024
+    return total
+
+
+def _changed_bytes(pod: Pod) -> int:
+    """Bytes of all that the pod wrote, holes not counted: an upper bound of what a capture copies."""
+    uppers = [pod.folder / "upper", *(pod.folder / "mounts").glob("*/upper")]
+    return sum(_allocated(upper) for upper in uppers)
+
+
+def _allocated(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512  # noqa: PTH118
+    return total

@@ -1,0 +1,171 @@
+"""Bring a pod back from its manifest: it stands restored, sealed and frozen until it is released."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moorage.errors import CorruptData, MoorageError
+from moorage.store import Content, PodManifest
+from moorage.worker import attempt_capture, journal, pod_guard, pod_staging, pod_start, pod_user
+from moorage.worker.agent_failpoints import step
+from moorage.worker.guard.files import write_private
+from moorage.worker.guard.messages import JOURNAL_FILE, RankState
+from moorage.worker.layers import CaptureIndex, PodLayers
+from moorage.worker.pod import Pod
+from moorage.worker.pod_phase import Change
+
+T = TypeVar("T")
+
+_SLACK_BYTES = 16 << 20
+
+
+async def restore(pod: Pod) -> dict[str, float]:
+    """From a manifest to ``restored``; returns seconds by step. On failure the pod is ``failed``, nothing of it stands.
+
+    A pod that had finished comes back as ``exited``, with its files and logs.
+    Raises `NotFound`, `CorruptData`, `NoCapacity`, `Incompatible`, or what CRIU could not do.
+    """
+    timings: dict[str, float] = {}
+    began = time.monotonic()
+    staging: Path | None = None
+    try:
+        manifest = await asyncio.to_thread(pod.node.store.read_pod_manifest, pod.record.manifest)
+        _check(pod, manifest)
+        staging = await asyncio.to_thread(pod.staging, size_of(manifest))
+        await asyncio.gather(
+            _timed(timings, "network", _network(pod)), _timed(timings, "fetch", _fetch(pod, manifest, staging))
+        )
+        pod.check_alive()
+        if manifest.extra.get("finished"):
+            _come_back_finished(pod, manifest)
+        else:
+            await _timed(timings, "rebuild", _rebuild(pod, manifest, staging))
+    except (MoorageError, OSError) as error:
+        await pod_guard.undo(pod)
+        pod.change(Change.BROKE, str(error))
+        raise
+    finally:
+        if staging is not None:
+            await asyncio.to_thread(pod_staging.drop, staging)
+    timings["restore"] = time.monotonic() - began
+    return timings
+
+
+async def _timed(timings: dict[str, float], name: str, work: Coroutine[Any, Any, T]) -> T:
+    began = time.monotonic()
+    result = await work
+    timings[name] = time.monotonic() - began
+    return result
+
+
+def _check(pod: Pod, manifest: PodManifest) -> None:
+    if manifest.pod != pod.record.pod:
+        raise CorruptData(
+            f"manifest {pod.record.manifest} is of pod {manifest.pod}, not of pod {pod.record.pod}",
+            "the checkpoint is damaged; restore an earlier one",
+        )
+
+
+def size_of(manifest: PodManifest) -> int:
+    """Bytes that the images of a pod take while it is rebuilt, and its files for good."""
+    return sum(content.size for _, _, content in manifest.contents()) + _SLACK_BYTES
+
+
+async def _network(pod: Pod) -> None:
+    async with step("worker.restore.network"):
+        await asyncio.to_thread(pod.network.create, sealed=True)
+
+
+async def _fetch(pod: Pod, manifest: PodManifest, staging: Path) -> None:
+    """Images and files side by side: the images keep the disks of the store busy, the files the processors."""
+    generation = await pod.node.store_generation()
+    async with step("worker.restore.fetch"):
+        images = asyncio.to_thread(_fetch_images, pod, manifest, staging)
+        index, _ = await asyncio.gather(asyncio.to_thread(_fetch_layers, pod, manifest), images)
+    if index is not None:
+        pod.index = index
+        await asyncio.to_thread(write_private, pod.folder / attempt_capture.INDEX_FILE, index.encode())
+        pod.record.index_generation = generation
+    async with step("worker.restore.layers"):
+        await asyncio.to_thread(_lay_root, pod)
+
+
+def _fetch_images(pod: Pod, manifest: PodManifest, staging: Path) -> None:
+    wanted: list[tuple[Content, Path | int]] = []
+    for name, content in manifest.images.items():
+        target = staging / attempt_capture.IMAGES / name
+        if not target.resolve().is_relative_to(staging.resolve()):
+            raise CorruptData(f"manifest {pod.record.manifest} names an image {name!r}")
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wanted.append((content, target))
+    if manifest.journal is not None:
+        wanted.append((manifest.journal, staging / attempt_capture.JOURNAL))
+    pod.node.store.read_files(wanted)
+    if manifest.journal is not None:
+        journal.restore(staging / attempt_capture.JOURNAL, pod.folder / JOURNAL_FILE)
+
+
+def _fetch_layers(pod: Pod, manifest: PodManifest) -> CaptureIndex | None:
+    if manifest.layer is None:
+        raise CorruptData(f"manifest {pod.record.manifest} has no files", "restore an earlier checkpoint")
+    tree = pod.node.store.read_bytes(manifest.layer)
+    spec = pod.spec
+    layers = PodLayers.from_tree(
+        pod.folder,
+        tree,
+        image=Path(spec.image) if spec.image else None,
+        user_mounts=[mount.destination for mount in spec.mounts],
+        hidden=pod.node.hidden(),
+    )
+    pod.layers = layers
+    return layers.restore(tree, manifest.layer_files, pod.node.store.read_file)
+
+
+def _lay_root(pod: Pod) -> None:
+    pod.layers.mount()
+    pod_start.write_names(pod)
+    pod_start.write_bundle(pod, pod_user.resolve(pod.spec))
+
+
+def _come_back_finished(pod: Pod, manifest: PodManifest) -> None:
+    pod.record.ranks = [RankState(**rank) for rank in manifest.ranks]
+    pod.record.exit_code = int(manifest.extra.get("exit_code", 0))
+    pod.change(Change.ENDED)
+
+
+async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
+    async with step("worker.restore.rebuild"):
+        await pod_guard.spawn(pod)
+        pod.check_alive()
+        images, work = staging / attempt_capture.IMAGES, pod.folder / "criu"
+        done = await pod.ask_once(lambda guard: guard.restore(images, work=work))
+        pod_guard.take_status(pod, done.status)
+        await settle(pod, str(manifest.network.get("external_address", "")), manifest.node)
+
+
+async def settle(pod: Pod, external_address: str, node: str) -> None:
+    """After the processes are back: end connections to the world that the move has broken, then ``restored``."""
+    if node != pod.node.name or external_address != pod.network.external_address:
+        ended = await asyncio.to_thread(pod.network.reset_external)
+        if ended:
+            pod.log.info("connections to the world ended", count=ended)
+    if not pod.gone:
+        pod.change(Change.RESTORED)
+
+
+async def release(pod: Pod) -> dict[str, float]:
+    """Unseal, then thaw: the pod runs. Does nothing for one that runs already."""
+    timings: dict[str, float] = {}
+    if pod.record.phase != "restored":
+        return timings
+    async with step("worker.release.unseal"):
+        await _timed(timings, "unseal", asyncio.to_thread(pod.network.unseal))
+    async with step("worker.release.thaw"):
+        await _timed(timings, "thaw", pod.ask(lambda guard: guard.thaw("released after the restore")))
+    if not pod.gone:
+        pod.change(Change.RELEASED)
+    return timings

@@ -1,0 +1,152 @@
+"""``moorage.v1.Worker`` over gRPC. Only the coordinator may call it; what a call does is in `agent`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from itertools import islice
+from typing import Any, TypeVar
+
+import structlog
+
+from moorage import rpc
+from moorage.errors import Forbidden, UsageError
+from moorage.v1 import types_pb2, worker_pb2
+from moorage.v1.worker_pb2_grpc import WorkerServicer
+from moorage.worker import exec as exec_session
+from moorage.worker import logs
+from moorage.worker.agent import Agent
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+COORDINATOR = "coordinator"
+_PIECES_AT_ONCE = 8
+
+
+def _authorize(what: str) -> None:
+    caller = rpc.principal.get()
+    if caller != COORDINATOR:
+        raise Forbidden(f"{caller or 'a caller without a name'} may not {what} pods", "ask the coordinator")
+
+
+def _bind(fence: worker_pb2.Fence) -> None:
+    structlog.contextvars.bind_contextvars(trace=fence.trace or rpc.trace.get())
+
+
+class WorkerService(WorkerServicer):
+    """The servicer. Every method raises `MoorageError`; `rpc.aio_server` carries it to the caller."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def StartPod(self, request: worker_pb2.StartPodRequest, context: Any) -> worker_pb2.PodReply:
+        _authorize("start")
+        _bind(request.fence)
+        return await self._agent.start(request)
+
+    async def RestorePod(self, request: worker_pb2.RestorePodRequest, context: Any) -> worker_pb2.PodReply:
+        _authorize("restore")
+        _bind(request.fence)
+        return await self._agent.restore(request)
+
+    async def ReleasePod(self, request: worker_pb2.PodOrder, context: Any) -> worker_pb2.PodReply:
+        _authorize("release")
+        _bind(request.fence)
+        return await self._agent.release(request)
+
+    async def KillPod(self, request: worker_pb2.KillPodRequest, context: Any) -> worker_pb2.PodReply:
+        _authorize("kill")
+        _bind(request.fence)
+        return await self._agent.kill(request)
+
+    async def PreparePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PrepareReply:
+        _authorize("save")
+        _bind(request.fence)
+        return await self._agent.prepare(request)
+
+    async def FreezePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PodReply:
+        _authorize("save")
+        _bind(request.fence)
+        return await self._agent.freeze(request)
+
+    async def SealPod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PodReply:
+        _authorize("save")
+        _bind(request.fence)
+        return await self._agent.seal(request)
+
+    async def CapturePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.CaptureReply:
+        _authorize("save")
+        _bind(request.fence)
+        return await self._agent.capture(request)
+
+    async def ResumePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PodReply:
+        _authorize("resume")
+        _bind(request.fence)
+        return await self._agent.resume(request)
+
+    async def FinishPod(self, request: worker_pb2.PodOrder, context: Any) -> worker_pb2.PodReply:
+        _authorize("finish")
+        _bind(request.fence)
+        return await self._agent.finish(request)
+
+    async def WatchPods(self, request: worker_pb2.WatchPodsRequest, context: Any) -> AsyncIterator[types_pb2.PodStatus]:
+        _authorize("watch")
+        self._agent.check_epoch(request.epoch)
+        async for status in self._agent.watch():
+            yield status
+
+    async def ReadLogs(self, request: worker_pb2.ReadLogsRequest, context: Any) -> AsyncIterator[worker_pb2.LogChunk]:
+        _authorize("read")
+        if request.incarnation:
+            pod = self._agent.find(request.job, request.incarnation, request.pod)
+        else:
+            pod = self._agent.newest(request.job, request.pod)
+        async for chunk in logs.read(pod, offset=request.offset, rank=request.rank, follow=request.follow):
+            yield chunk
+
+    async def Exec(
+        self, requests: AsyncIterator[worker_pb2.ExecInput], context: Any
+    ) -> AsyncIterator[worker_pb2.ExecOutput]:
+        _authorize("enter")
+        inputs = aiter(requests)
+        try:
+            first = await anext(inputs)
+        except StopAsyncIteration:
+            raise UsageError("the call ended before it named a command") from None
+        _bind(first.fence)
+        self._agent.admit(first.fence)
+        pod = self._agent.find(first.fence.job, first.fence.incarnation, first.fence.pod)
+        async for output in exec_session.run(pod, first, inputs):
+            yield output
+
+    async def Pull(self, request: worker_pb2.PullPodRequest, context: Any) -> AsyncIterator[worker_pb2.FilePart]:
+        _authorize("read")
+        fence = request.fence
+        pod = self._agent.find(fence.job, fence.incarnation, fence.pod)
+        pieces = pod.layers.iter_parts(request.path)
+        while batch := await asyncio.to_thread(_take, pieces):
+            for piece in batch:
+                yield worker_pb2.FilePart(
+                    path=piece.path.encode(errors="surrogateescape").decode(errors="replace"),
+                    mode=piece.mode,
+                    modified=piece.modified,
+                    link_target=piece.link_target.encode(errors="surrogateescape").decode(errors="replace"),
+                    data=piece.data,
+                    last=piece.last,
+                )
+
+    async def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.DescribeReply:
+        _authorize("describe")
+        return worker_pb2.DescribeReply(findings=await asyncio.to_thread(_findings, self._agent))
+
+
+def _take(pieces: Iterator[T]) -> list[T]:
+    return list(islice(pieces, _PIECES_AT_ONCE))
+
+
+def _findings(agent: Agent) -> list[worker_pb2.Finding]:
+    from moorage.runtime import doctor
+
+    found = doctor.findings(state=agent.node.state)
+    return [worker_pb2.Finding(name=f.name, state=f.state, detail=f.detail, cure=f.cure) for f in found]
