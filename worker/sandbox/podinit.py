@@ -13,7 +13,9 @@ The file is a list of fields, each ended by a NUL byte, so that the program need
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -81,6 +83,10 @@ def binary() -> Path:
 
     package = Path(moorage.__file__).parent
     candidates = [package / "_native" / BINARY, package.parents[1] / "build" / "native" / "native" / "podinit" / BINARY]
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        # An editable installation has the sources here and what was built in site-packages.
+        installed = importlib.metadata.distribution("moorage").locate_file(f"moorage/_native/{BINARY}")
+        candidates.insert(1, Path(str(installed)))
     if explicit := os.environ.get("MOORAGE_INIT"):
         candidates.insert(0, Path(explicit))
     for candidate in candidates:
