@@ -15,22 +15,34 @@ from pathlib import Path
 import msgspec
 
 from moorage import failpoints
-from moorage.errors import MoorageError, NoCapacity, Refused
+from moorage.errors import CorruptData, MoorageError, NoCapacity, Refused
 from moorage.store.manifests import Content
 from moorage.worker.layers import syscalls
 from moorage.worker.layers.extents import CutShort, data_extents
 from moorage.worker.layers.index import CaptureIndex, Known, LayerIndex, Stamp, referenced, settled, unchanged, wasteful
 from moorage.worker.layers.layer import Layer
 from moorage.worker.layers.staging import StagedFile, Staging
-from moorage.worker.layers.tree import Data, Entry, Kind, LayerTree, Tree, data_length, encode_tree, kind_of, portable
+from moorage.worker.layers.tree import (
+    Data,
+    Entry,
+    Kind,
+    LayerTree,
+    Tree,
+    data_length,
+    decode_tree,
+    encode_tree,
+    kind_of,
+    portable,
+)
 from moorage.worker.layers.walk import Found, folder, read_xattrs, walk
 
 __all__ = ["LayerCapture", "StagedFile", "capture", "stamp_of"]
 
 failpoints.declare("layers.capture.before", "layers.capture.after")
 
-# What CRIU makes in the pod for the time of a dump or restore. It is no part of the pod's files: see `linkremap`.
-_CRIU_NAMES = re.compile(r"link_remap\.\d+|.*\.cr\.[0-9a-f]+\.ghost")
+# Where CRIU puts a deleted file that is still open for the time of a restore. Its data is in CRIU's images; one that was
+# left behind is nobody's.
+_GHOST = re.compile(r".*\.cr\.[0-9a-f]+\.ghost")
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NOATIME | os.O_NONBLOCK | os.O_CLOEXEC
 
 
@@ -80,6 +92,35 @@ class LayerCapture:
     def discard(self) -> None:
         """Delete the staged files. Idempotent."""
         shutil.rmtree(self._staging, ignore_errors=True)
+
+    def encode(self) -> bytes:
+        """All but the staged files themselves, for a process that goes on with this capture when this one dies."""
+        return msgspec.msgpack.encode(
+            _Saved(
+                encode_tree(self.tree),
+                [(str(file.path), file.key, file.size) for file in self.files],
+                CaptureIndex(contents=dict(self._earlier), layers=self._layers).encode(),
+                str(self._staging),
+            )
+        )
+
+    @classmethod
+    def decode(cls, data: bytes) -> LayerCapture:
+        """What `encode` gave. Raises `CorruptData`."""
+        try:
+            saved = msgspec.msgpack.decode(data, type=_Saved)
+        except msgspec.MsgspecError as error:
+            raise CorruptData(f"the capture of the pod's files cannot be read: {error}") from None
+        index = CaptureIndex.decode(saved.index)
+        files = [StagedFile(Path(path), key, size) for path, key, size in saved.files]
+        return cls(decode_tree(saved.tree), files, index.layers, index.contents, Path(saved.staging))
+
+
+class _Saved(msgspec.Struct, array_like=True):
+    tree: bytes
+    files: list[tuple[str, str, int]]
+    index: bytes
+    staging: str
 
 
 def stamp_of(status: os.stat_result) -> Stamp:
@@ -170,7 +211,7 @@ class _LayerRun:
             return None if found.path in self._hidden else Entry(found.path, "w")
         if kind == "d":
             return self._plain(found, "d")
-        if _CRIU_NAMES.fullmatch(found.name):
+        if _GHOST.fullmatch(found.name):
             return None
         if status.st_nlink > 1:
             first = self._first_name.setdefault(status.st_ino, found.path)

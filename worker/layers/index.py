@@ -4,8 +4,8 @@ A file is taken to be unchanged when inode, size, mtime and ctime are what they 
 
 * Its ctime was not safely in the past when it was copied: a write within the same tick of the file system's clock
   would have left the same stamp ("racily clean").
-* A process had it mapped shared and writable, then or now. A page that is already dirty takes further writes without any
-  stamp; so a file that was mapped at the last capture is copied again even when the mapping has gone since.
+* A process had it mapped shared and writable, then or now. A page that is already dirty takes further writes without
+  any stamp; so a file that was mapped at the last capture is copied again even when the mapping has gone since.
 """
 
 from __future__ import annotations

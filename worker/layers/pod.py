@@ -17,7 +17,6 @@ import msgspec
 
 from moorage.errors import Conflict, Incompatible, NotFound, UsageError
 from moorage.store.manifests import Content
-from moorage.worker.layers import syscalls
 from moorage.worker.layers.capture import LayerCapture, capture
 from moorage.worker.layers.changes import Change, compare, sides_at
 from moorage.worker.layers.hostmounts import below, chain, check_working_directory, mount_of, needed, read_mounts
@@ -89,8 +88,7 @@ class PodLayers:
         if not on_live and not on_host.is_dir():
             where = "on this node" if image is None else f"in the image {image}"
             raise UsageError(f"the working directory {working_directory} does not exist {where}")
-        started_ns = time.clock_gettime_ns(syscalls.CLOCK_REALTIME_COARSE)
-        return cls._prepared(folder, image, points, working_directory, live, hidden, started_ns)
+        return cls._prepared(folder, image, points, working_directory, live, hidden, time.time_ns())
 
     @classmethod
     def from_tree(

@@ -32,6 +32,7 @@ failpoints.declare("layers.restore.before", "layers.restore.after")
 Fetch = Callable[[Content, Path], None]
 
 _log = structlog.get_logger(__name__)
+_LONGEST_TICK_NS = 20_000_000
 _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NODE_TYPES = {"p": stat.S_IFIFO, "s": stat.S_IFSOCK, "c": stat.S_IFCHR, "b": stat.S_IFBLK}
 # Attributes that belong to the security policy of a host. Where another host does not take them they are left out.
@@ -177,7 +178,13 @@ class _LayerFill:
         return self._index
 
     def _settle(self) -> None:
+        newest = max((known.stamp.ctime_ns for known in self._index.files.values()), default=0)
         clock = time.clock_gettime_ns(syscalls.CLOCK_REALTIME_COARSE)
+        # One tick of the clock (some milliseconds) spares the next capture all files that were written within it.
+        give_up = clock + _LONGEST_TICK_NS
+        while newest >= clock and clock < give_up:
+            time.sleep(0.001)
+            clock = time.clock_gettime_ns(syscalls.CLOCK_REALTIME_COARSE)
         for inode, known in self._index.files.items():
             if not settled(known.stamp.ctime_ns, clock):
                 self._index.files[inode] = msgspec.structs.replace(known, settled=False)
