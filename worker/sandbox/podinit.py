@@ -86,12 +86,12 @@ def binary() -> Path:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         # An editable installation has the sources here and what was built in site-packages.
         installed = importlib.metadata.distribution("moorage").locate_file(f"moorage/_native/{BINARY}")
-        candidates.insert(1, Path(str(installed)))
+        candidates.append(Path(str(installed)))
     if explicit := os.environ.get("MOORAGE_INIT"):
-        candidates.insert(0, Path(explicit))
-    for candidate in candidates:
-        if os.access(candidate, os.X_OK):
-            return candidate
+        candidates = [Path(explicit)]
+    built = [candidate for candidate in candidates if os.access(candidate, os.X_OK)]
+    if built:
+        return max(built, key=lambda candidate: candidate.stat().st_mtime)  # whoever changes it wants the newest
     hint = "install moorage from a wheel, or run `cmake -S . -B build/native && cmake --build build/native`"
     raise EnvironmentLacking(f"{BINARY} is not built", hint)
 
