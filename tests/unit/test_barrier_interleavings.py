@@ -6,13 +6,12 @@ on: a coordinator between any two writes, a worker before or after its vote.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
 import msgspec
 import pytest
-from tests.support.etcd_model import ModelClient, ModelEtcd
-from tests.support.interleave import Run, explore, gate, sample
 
 from moorage.barrier import cmp, op
 from moorage.barrier.client import EtcdClient
@@ -21,6 +20,8 @@ from moorage.barrier.kv import Compare
 from moorage.barrier.twophase import Attempts, decide
 from moorage.errors import Conflict, Fenced, NotFound
 from moorage.records import AttemptStart, IncarnationRecord, Keys, Outcome, Vote
+from tests.support.etcd_model import ModelClient, ModelEtcd
+from tests.support.interleave import Run, explore, gate, sample
 
 KEYS, JOB = Keys("c"), "j"
 COMMITTED = KEYS.job(JOB) + "test-committed"
@@ -38,7 +39,7 @@ class World:
         self.etcd = ModelEtcd()
         self.start = AttemptStart(attempt=1, incarnation=5, pods=pods, kind="resume", deadline_seconds=1)
         self.outcome: Outcome | None = None
-        self.leader_when_concluded = ""
+        self.seen_votes: dict[int, Vote] = {}
         self.etcd.txn([], [op.put(KEYS.incarnation(JOB), incarnation_record(5))])
         self.elect("first")
         if started:
@@ -67,6 +68,7 @@ def check(world: World) -> None:
     """The barrier's invariants at one instant."""
     found = world.etcd.keys.get(KEYS.outcome(JOB, 1))
     standing = msgspec.json.decode(found.value, type=Outcome) if found else None
+    created = world.outcome is None and standing is not None
     if world.outcome is not None:
         if standing is None:
             left = [key for key in world.etcd.keys if key.startswith(KEYS.attempt(JOB, 1))]
@@ -81,7 +83,16 @@ def check(world: World) -> None:
             record = msgspec.json.decode(world.etcd.keys[KEYS.incarnation(JOB)].value, type=IncarnationRecord)
             assert record.incarnation == world.start.incarnation == standing.incarnation
             votes = world.votes()
+            assert KEYS.start(JOB, 1) in world.etcd.keys
             assert len(votes) == world.start.pods and all(vote.ok for vote in votes.values())
+    votes = world.votes()
+    if KEYS.start(JOB, 1) in world.etcd.keys:
+        assert {pod: votes.get(pod) for pod in world.seen_votes} == world.seen_votes, "a vote was changed"
+        if world.outcome is not None and not created:
+            assert votes == world.seen_votes, "a pod was captured after the outcome"
+    else:
+        assert not votes, "a vote for an attempt that is not there"
+    world.seen_votes = votes
     committed = world.etcd.keys.get(COMMITTED)
     assert (committed is not None) == (world.outcome is not None and world.outcome.by in ("first", "second"))
 
@@ -116,6 +127,12 @@ async def worker(world: World, pod: int, *votes: Vote, aborts: bool) -> tuple[li
         return cast_, await attempts.abort(1, 5, "late", f"w{pod}") if aborts else None
     except NotFound:
         return cast_, None
+
+
+async def keeper(world: World) -> None:
+    """The same coordinator's housekeeping: forgets the attempt as soon as it has an outcome."""
+    with contextlib.suppress(Conflict):
+        await world.attempts().forget(1)
 
 
 async def raise_incarnation(world: World) -> None:
@@ -185,13 +202,12 @@ def forgotten_beside_late_votes() -> Made:
     }
 
 
-def the_incarnation_rewritten() -> Made:
+def forgotten_beside_a_late_coordinator() -> Made:
     world = World(1)
     return world, {
-        "first": coordinator(world, "first"),
-        "w0": worker(world, 0, yes(0), aborts=False),
-        "rewriter": rewrite_incarnation(world),
-        "raiser": raise_incarnation(world),
+        "first": coordinator(world, "first", late=True),
+        "w0": worker(world, 0, yes(0), aborts=True),
+        "keeper": keeper(world),
     }
 
 
@@ -202,7 +218,7 @@ def the_incarnation_rewritten() -> Made:
         two_pods_and_a_newer_incarnation,
         a_doubled_and_a_refusing_vote,
         forgotten_beside_late_votes,
-        the_incarnation_rewritten,
+        forgotten_beside_a_late_coordinator,
     ],
 )
 def test_every_order_of_steps_keeps_the_invariants(make: Callable[[], Made]) -> None:
@@ -215,6 +231,23 @@ def test_every_order_of_steps_keeps_the_invariants(make: Callable[[], Made]) -> 
     assert explore(make, check, judge) > 50
     assert "abort" in outcomes
     assert "resume" in outcomes or make is a_doubled_and_a_refusing_vote
+
+
+def test_a_record_of_the_same_incarnation_written_anew_fences_nobody() -> None:
+    def make() -> Made:
+        world = World(1)
+        processes = {
+            "first": coordinator(world, "first", late=True),
+            "w0": worker(world, 0, yes(0), aborts=False),
+            "rewriter": rewrite_incarnation(world),
+        }
+        return world, processes
+
+    def judge(run: Run[World]) -> None:
+        end(run)
+        assert isinstance(run.results["first"], Outcome)
+
+    assert explore(make, check, judge) > 50
 
 
 def crowd() -> Made:
@@ -273,5 +306,17 @@ def test_of_two_starters_at_most_one_starts_and_only_while_it_leads() -> None:
         assert (KEYS.start(JOB, 1) in run.world.etcd.keys) == ("started" in results)
         assert (KEYS.state(JOB) in run.world.etcd.keys) == ("started" in results)
 
-    explore(make, lambda world: None, judge)
+    began = False
+
+    def fenced(world: World) -> None:
+        nonlocal began
+        if KEYS.start(JOB, 1) not in world.etcd.keys:
+            began = False
+        elif not began:
+            began = True
+            by = world.etcd.keys[KEYS.state(JOB)].value.decode()
+            assert KEYS.leader + by in world.etcd.keys, "started by one who no longer leads"
+            assert world.etcd.keys[KEYS.incarnation(JOB)].value == incarnation_record(5)
+
+    explore(make, fenced, judge)
     assert {("started", "Conflict"), ("Fenced", "started"), ("Fenced", "Fenced")} <= seen

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.support.etcd_model import ModelEtcd
 
 from moorage.barrier import cmp, op, settle
 from moorage.barrier.kv import Compare, KeyValue, Op, PutOp
+from tests.support.etcd_model import ModelEtcd
 
 KEYS = ["a", "b", "c"]
 Revisions = dict[str, tuple[int, int]]  # create, mod
