@@ -116,6 +116,7 @@ class RankTable:
             self.pids[frame.rank] = frame.number
         elif frame.kind == Kind.EXITED:
             self.exits[frame.rank] = frame.number
+            self.pids.setdefault(frame.rank, 0)  # 0: never started, because another rank had failed before
         elif frame.kind == Kind.ENDED:
             self.ended = frame.number
         elif frame.kind == Kind.RANKS:

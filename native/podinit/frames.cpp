@@ -1,6 +1,7 @@
 #include "frames.h"
 
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -91,6 +92,13 @@ bool FrameWriter::flush() {
     }
   }
   return true;
+}
+
+void FrameWriter::wait_until_taken() {
+  int waiting = 0;
+  for (int pause_ms = 1; ioctl(fd_, FIONREAD, &waiting) == 0 && waiting > 0; pause_ms = std::min(pause_ms * 2, 50)) {
+    poll(nullptr, 0, pause_ms);
+  }
 }
 
 }  // namespace moorage

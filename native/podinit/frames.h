@@ -33,6 +33,10 @@ class FrameWriter {
   // Write the frame that waits, if there is one and the pipe has room. Returns `idle`.
   bool flush();
 
+  // Return when the reader has taken everything: it writes down what it reads before it takes it off the pipe, so
+  // nothing can be lost any more. What is left in a pipe dies with its last end, and a dead reader is replaced.
+  void wait_until_taken();
+
   int fd() const { return fd_; }
   bool idle() const { return size_ == 0; }
   // Whether the last attempt found that nobody holds the other end.

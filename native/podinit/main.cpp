@@ -15,6 +15,7 @@ int fail(const std::string& why) {
   moorage::FrameWriter writer(STDOUT_FILENO);
   writer.submit_text(moorage::Kind::Stderr, 0, "moorage: " + why + "\n");
   if (writer.flush()) writer.submit_number(moorage::Kind::Ended, 0, kBadConfig);
+  writer.wait_until_taken();
   return kBadConfig;
 }
 

@@ -55,6 +55,7 @@ int Supervisor::run() {
   while (!writer_.flush()) wait_for_work();
   writer_.submit_number(Kind::Ended, 0, code);
   while (!writer_.flush()) wait_for_work();
+  writer_.wait_until_taken();
   return code;
 }
 

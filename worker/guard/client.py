@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import itertools
 import os
 import sys
@@ -16,25 +15,15 @@ import msgspec
 from moorage import failpoints
 from moorage.errors import MoorageError, Unavailable, by_name
 from moorage.worker.guard import messages as m
+from moorage.worker.guard.files import guard_alive, write_private
 from moorage.worker.guard.wire import pack, unpack
+
+__all__ = ["GuardClient", "guard_alive"]
 
 failpoints.declare("guard.spawn.before", "guard.spawn.after")
 
 _incoming = msgspec.msgpack.Decoder(m.Answer | m.GuardEvent)
 _SPAWN_SECONDS = 30.0
-
-
-def guard_alive(folder: Path) -> bool:
-    """Whether a guard serves the pod of this folder (it holds the folder's lock as long as it lives)."""
-    try:
-        with (folder / m.LOCK_FILE).open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
-    except FileNotFoundError:
-        return False
 
 
 class GuardClient:
@@ -196,12 +185,3 @@ async def open_socket(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamW
         return await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/{path.name}")
     finally:
         os.close(folder)
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Replace a file with one that only its owner can read, so that a reader never sees half of it."""
-    temporary = path.with_name(path.name + ".new")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    temporary.replace(path)

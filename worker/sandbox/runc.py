@@ -54,10 +54,18 @@ class Runc:
         return [str(self.program), "--root", str(self.root), "--log", str(self.log), "--log-format", "json", *arguments]
 
     async def run(
-        self, container: str, bundle: Path, *, stdout: int, started: Callable[[int], None] | None = None
+        self,
+        container: str,
+        bundle: Path,
+        *,
+        stdout: int,
+        pid_file: Path,
+        started: Callable[[int], None] | None = None,
     ) -> None:
-        """Create and start the container, detached; its stdout is the descriptor given."""
-        await self._do("run", "--detach", "--bundle", str(bundle), container, stdout=stdout, started=started)
+        """Create and start the container, detached; its stdout is the descriptor given, ``pid_file`` gets the host
+        pid of its pid 1. ``started`` hears runc's own pid."""
+        arguments = ["run", "--detach", "--bundle", str(bundle), "--pid-file", str(pid_file), container]
+        await self._do(*arguments, stdout=stdout, started=started)
 
     async def restore(
         self,
@@ -67,12 +75,14 @@ class Runc:
         images: Path,
         work: Path,
         stdout: int,
+        pid_file: Path,
         started: Callable[[int], None] | None = None,
     ) -> None:
         """Restore it, detached. The bundle's ``org.criu.config`` decides whether it stays frozen. Raises as
         `criulog.explain` says."""
         self._need_tar()
-        arguments = ["restore", "--detach", "--bundle", str(bundle), *self._image_options(images, work), container]
+        arguments = ["restore", "--detach", "--bundle", str(bundle), "--pid-file", str(pid_file)]
+        arguments += [*self._image_options(images, work), container]
         await self._do(*arguments, stdout=stdout, started=started, criu_log=work / RESTORE_LOG)
 
     async def checkpoint(
