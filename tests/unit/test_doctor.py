@@ -272,3 +272,13 @@ def test_this_machine_is_looked_at_without_leaving_anything_behind(tmp_path: Pat
 def test_a_folder_that_cannot_carry_an_upper_layer_is_told_from_one_that_can(tmp_path: Path) -> None:
     assert probe.Prober().overlay(tmp_path) == ""
     assert probe.Prober().overlay(Path("/proc")) != ""
+
+
+def test_what_cannot_be_tried_for_lack_of_a_program_is_not_blamed_on_the_kernel() -> None:
+    machine = Healthy()
+    del machine.programs["ip"], machine.programs["nft"]
+    machine.said = {"vxlan": "No such file", "nftables": "No such file"}
+    found = look(machine)
+    assert found["vxlan"].state == found["nf_tables"].state == "warning"
+    assert "needs ip" in found["vxlan"].detail
+    assert "needs nft" in found["nf_tables"].detail

@@ -170,6 +170,8 @@ _LINK_USES = {
 
 
 def _link(machine: Machine, kind: str) -> Finding:
+    if not machine.program("ip")[0]:
+        return Finding(kind, "warning", "not looked at: needs ip", INSTALL)
     if said := machine.link(kind):
         cure = f"modprobe {kind}, or install the package with the kernel's extra modules"
         return Finding(kind, "missing", f"{said} ({_LINK_USES[kind]} needs it)", cure)
@@ -177,8 +179,10 @@ def _link(machine: Machine, kind: str) -> Finding:
 
 
 def _nftables(machine: Machine) -> Finding:
+    if not machine.program("nft")[0]:
+        return Finding("nf_tables", "warning", "not looked at: needs nft", INSTALL)
     if said := machine.nftables():
-        cure = "modprobe nf_tables nft_chain_nat nft_masq nft_ct, or install the kernel's extra modules; and nft itself"
+        cure = "modprobe nf_tables nft_chain_nat nft_masq nft_ct, or install the kernel's extra modules"
         return Finding("nf_tables", "missing", f"{said} (pods are sealed and reach the world with it)", cure)
     return Finding("nf_tables", "ok", "rules with address translation can be loaded")
 

@@ -189,7 +189,7 @@ fetch() {
   local list names deb
   list=$(apt-get "${apt_options[@]}" -s --no-install-recommends -y install "${packages[@]}" patchelf 2>"$work/log" |
     sed -nE 's/^Inst ([^ ]+) .*/\1/p') || die "the packages cannot be resolved: $(grep -m1 '^E:' "$work/log")"
-  list=$(grep -E "^($(IFS='|' && echo "${packages[*]}")|patchelf|lib.*)$" <<<"$list" | grep -vE '^lib(pam|perl|systemd-shared)')
+  list=$(grep -E "^($(IFS='|' && echo "${packages[*]}")|patchelf|zlib1g|lib.*)$" <<<"$list" | grep -vE '^lib(pam|perl|systemd-shared)')
   mapfile -t names <<<"$list"
   mkdir -p "$work/debs" "$work/tree"
   (cd "$work/debs" && apt-get "${apt_options[@]}" -qq download "${names[@]}" >"$work/log" 2>&1) ||
