@@ -1,4 +1,4 @@
-"""Counts to N, a number every 50 ms, and prints a digest over all numbers and the nonce that it drew when it started."""
+"""Counts to N, a number every 50 ms; prints the nonce that it drew at its start, and a digest of all numbers."""
 
 import hashlib
 import secrets
