@@ -23,7 +23,7 @@ help: ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -ts '|'
 
 .PHONY: setup
-setup: $(STAMPS)/installed $(STAMPS)/runtime ## all that moorage needs to run here: packages, .venv, CRIU, runc, etcd
+setup: $(STAMPS)/installed runtime ## all that moorage needs to run here: packages, .venv, CRIU, runc, etcd
 
 .PHONY: test
 test: lint proto-check native-test setup $(STAMPS)/torch ## all checks and tests, with real etcd, CRIU and runc
@@ -77,9 +77,10 @@ $(STAMPS)/installed: pyproject.toml $(NATIVE) | $(BIN)/python
 	$(BIN)/python -m pip install -qq --editable '.[dev]'
 	touch $@
 
-$(STAMPS)/runtime: src/moorage/runtime/install.sh | $(STAMPS)/installed
-	tools/install-runtime.sh
-	touch $@
+# Not a file's target: the programs lie outside of this folder, and the script sees in no time that they are there.
+.PHONY: runtime
+runtime: | $(STAMPS)/installed ## lay CRIU, runc, etcd, nft and ip under /opt/moorage/runtime
+	@tools/install-runtime.sh
 
 # torch is for tests and the demo only, scikit-learn for its handwritten digits. A torch that is already in the
 # environment is used; where pip finds no CPU build of this release on disk it downloads some gigabytes.
