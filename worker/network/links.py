@@ -29,7 +29,8 @@ from moorage.worker.network.names import (
 )
 
 _GONE = {errno.ENODEV, errno.ENOENT, errno.EADDRNOTAVAIL, errno.ESRCH}
-_NUD_PERMANENT = 0x80
+_NUD_NOARP, _NUD_PERMANENT = 0x40, 0x80
+_NTF_SELF, _NTF_MASTER = 0x2, 0x4
 _SCOPE_LINK = 253
 DEFAULT_MTU = 1500
 
@@ -134,20 +135,15 @@ def ensure_bridge(
     vxlan = index(route, names.vxlan)
     attach(route, names, names.vxlan)
     for member in remote:
-        mac = job_mac(member.pod)
-        route.fdb("replace", ifindex=vxlan, lladdr=mac, dst=member.node_address, state=_NUD_PERMANENT)
+        mac, state = job_mac(member.pod), _NUD_NOARP | _NUD_PERMANENT
+        route.fdb("replace", ifindex=vxlan, lladdr=mac, dst=member.node_address, flags=_NTF_SELF, state=state)
         _bridge_entry(route, vxlan, mac)
     route.link("set", index=vxlan, state="up")
 
 
 def _bridge_entry(route: Any, port: int | None, mac: str) -> None:
-    route.fdb(
-        "replace",
-        ifindex=port,
-        lladdr=mac,
-        master=route.get_links(port)[0].get_attr("IFLA_MASTER"),
-        state=_NUD_PERMANENT,
-    )
+    # "noarp" is a static entry; "permanent" would mean that the address is the bridge's own.
+    route.fdb("replace", ifindex=port, lladdr=mac, flags=_NTF_MASTER, state=_NUD_NOARP)
 
 
 def attach(route: Any, names: Names, device: str) -> None:

@@ -7,8 +7,8 @@ Addresses (all IPv4):
 * the host's end of every ``ext0``: 100.97.0.1.
 
 Device names have at most 15 characters: ``m``, three of a hash of the cluster, three of the node, one letter for the
-kind, seven of a hash of what the device belongs to. The names of network namespaces are made in the same way: nodes of a
-development cluster share ``/run/netns``.
+kind, seven of a hash of what the device belongs to. The names of network namespaces are made in the same way: nodes
+of a development cluster share ``/run/netns``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import TypeVar
 import structlog
 
 from moorage import failpoints
-from moorage.errors import EnvironmentLacking, NotFound, UsageError
+from moorage.errors import Conflict, EnvironmentLacking, NotFound, UsageError
 from moorage.worker.network import links, namespace, qdisc, resolver, rules
 from moorage.worker.network.cut import cut_by_names, uncut_by_names
 from moorage.worker.network.names import (
@@ -40,8 +40,8 @@ class PodNetwork:
     """The network of pod ``pod`` of an incarnation of ``job``, on ``node`` with the address ``node_address``.
 
     ``members`` are all pods of the incarnation, this one included; with one member there is no ``job0``. ``slot`` is
-    the job's first ``ext0`` number: pod *i* has number slot + i. ``vni`` belongs to (job, incarnation) alone. The object
-    holds no state: another process that is given the same numbers finds the same devices.
+    the job's first ``ext0`` number: pod *i* has number slot + i. ``vni`` belongs to (job, incarnation) alone. The
+    object holds no state: another process that is given the same numbers finds the same devices.
     """
 
     def __init__(
@@ -159,6 +159,13 @@ class PodNetwork:
             links.external_cable(route, self._names, netns=self.netns_path, address=self.external_address, mtu=uplink)
             if behind:
                 namespace.write_sysctl(f"net/ipv4/conf/{self._names.external_host}/route_localnet", 1)
+            taken = rules.taken_ports(rules.list_table("ip", self._names.table), self._publish)
+            if taken:
+                ports = ", ".join(f"{port.host_port}/{port.protocol}" for port in taken)
+                raise Conflict(
+                    f"port {ports} of this node is published by another job already",
+                    "publish on another port, or stop that job",
+                )
             rules.apply(
                 rules.host_table(self._names.table, vxlan_port=self._vxlan_port)
                 + rules.pod_elements(self._names.table, self.external_address, self._publish, behind)
@@ -199,7 +206,7 @@ class PodNetwork:
         return [*([JOB_DEVICE] if self._with_job_network else []), EXTERNAL_DEVICE]
 
     def seal(self) -> None:
-        """Let no data in or out (see `rules.seal`). Idempotent. Raises `NotFound`, `EnvironmentLacking`."""
+        """Let no data out of the pod (see `rules.seal`). Idempotent. Raises `NotFound`, `EnvironmentLacking`."""
         failpoints.hit_sync("network.seal.before")
         self._inside(self._seal)
         failpoints.hit_sync("network.seal.after")

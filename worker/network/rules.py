@@ -103,38 +103,48 @@ def removal(table: str, address: str, listing: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-_SEAL_ANEW = f"add table netdev {SEAL_TABLE}\ndelete table netdev {SEAL_TABLE}\nadd table netdev {SEAL_TABLE}\n"
+def taken_ports(listing: Sequence[dict[str, Any]], publish: Sequence[PublishedPort]) -> list[PublishedPort]:
+    """Those of ``publish`` whose port of the node leads to a pod already."""
+    taken = {
+        (entry["map"]["name"], element[0])
+        for entry in listing
+        if "map" in entry and entry["map"]["name"].endswith("_ports")
+        for element in entry["map"].get("elem", [])
+    }
+    return [port for port in publish if (f"{port.protocol}_ports", port.host_port) in taken]
 
 
-def _seal_device(device: str, hooks: Sequence[str]) -> str:
-    passes = ""
+def _seal_hook(device: str, hook: str) -> str:
+    chain = f"{device}_{hook}"
+    text = (
+        f"add chain netdev {SEAL_TABLE} {chain} "
+        f'{{ type filter hook {hook} device "{device}" priority filter; policy drop; }}\n'
+    )
     if device == JOB_DEVICE:
-        passes = (
-            "add rule netdev {table} {chain} ip hdrlength 5 ip frag-off 0x4000 tcp flags & (syn|fin|rst|psh|urg) == 0 "
-            f"ip length . tcp doff {{{{ {_EMPTY_SEGMENTS} }}}} accept\n"
-        )
-    text = ""
-    for hook in hooks:
-        chain = f"{device}_{hook}"
         text += (
-            f"add chain netdev {SEAL_TABLE} {chain} "
-            f'{{ type filter hook {hook} device "{device}" priority filter; policy drop; }}\n'
+            f"add rule netdev {SEAL_TABLE} {chain} ip hdrlength 5 ip frag-off & 0x1fff == 0 "
+            "tcp flags & (syn|fin|rst|psh|urg) == 0 "
+            f"ip length . tcp doff {{ {_EMPTY_SEGMENTS} }} accept\n"
         )
-        text += passes.format(table=SEAL_TABLE, chain=chain)
     return text
 
 
 def seal(devices: Sequence[str], *, egress: bool = True) -> str:
     """Commands for the pod's namespace that seal the devices, in one transaction.
 
-    On ``job0`` only empty TCP segments pass, both ways: acknowledgements, and the probes by which an idle connection or
-    one with a closed window learns that its peer lives. So no connection dies however long the seal lasts, and no byte
-    of data moves. On ``ext0`` nothing passes. A packet dropped at egress is local congestion to TCP: it tries again
-    every half second and does not back off.
+    From ``job0`` only empty TCP segments leave: acknowledgements, and the probes by which an idle connection or one
+    with a closed window learns that its peer lives. So no connection of a frozen pod dies however long the seal lasts,
+    and no byte of data moves. All others are refused, which TCP takes as local congestion: it tries again every half
+    second and does not back off. What arrives on ``job0`` is let in: it can only come from a pod that runs on already,
+    and would have to be sent again if it were lost. On ``ext0``, where the peers are not sealed, nothing passes.
     """
-    assert set(devices) <= {JOB_DEVICE, EXTERNAL_DEVICE}
-    hooks = ("ingress", "egress") if egress else ("ingress",)
-    return _SEAL_ANEW + "".join(_seal_device(device, hooks) for device in devices)
+    text = f"add table netdev {SEAL_TABLE}\ndelete table netdev {SEAL_TABLE}\nadd table netdev {SEAL_TABLE}\n"
+    for device in devices:
+        if egress:
+            text += _seal_hook(device, "egress")
+        if device == EXTERNAL_DEVICE:
+            text += _seal_hook(device, "ingress")
+    return text
 
 
 #: Commands that take the seal away, sealed or not.
