@@ -66,7 +66,9 @@ class Connection(msgspec.Struct, frozen=True):
 
         A peer whose window is closed owes none: what was sent into it comes again when the window opens.
         """
-        return self.state == SYN_RECEIVED or (self.unacked > 0 and self.send_window != 0)
+        if self.state in (SYN_SENT, SYN_RECEIVED):
+            return True
+        return self.unacked > 0 and self.send_window != 0
 
 
 class OtherSocket(msgspec.Struct, frozen=True):
