@@ -76,7 +76,7 @@ class DevCluster:
             self._clients.close()
         finally:
             if error is not None:
-                self._print_logs(self.record.folder / "log")
+                self._print_logs(self.folder / "state" / "log")
             dev.down(self.name)
             shutil.rmtree(self.folder)
 
@@ -92,6 +92,10 @@ class DevCluster:
     def record(self) -> layout.Cluster:
         """The cluster as its state file has it now."""
         return layout.read(self.folder / "state")
+
+    def record_exists(self) -> bool:
+        """Whether the cluster was not taken down yet."""
+        return (self.folder / "state" / "cluster.json").exists()
 
     @property
     def nodes(self) -> list[str]:

@@ -147,7 +147,8 @@ def _start_supervisor(cluster: Cluster, environment: Mapping[str, str]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     reading, writing = os.pipe()
     try:
-        subprocess.Popen(
+        # It forks and the process that is waited for here ends at once: a caller that lives on has no child to reap.
+        subprocess.run(
             [sys.executable, "-P", "-m", "moorage.dev.supervisor", cluster.state, str(writing)],
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
@@ -156,6 +157,7 @@ def _start_supervisor(cluster: Cluster, environment: Mapping[str, str]) -> None:
             cwd="/",
             pass_fds=(writing,),
             start_new_session=True,
+            check=False,
         )
     finally:
         os.close(descriptor)

@@ -9,7 +9,7 @@ other end)::
     {"do": "signal", "role": NAME, "signal": "…"}  just send the signal: what dies of it is started again
     {"do": "down"}                                 end everything, in order, and the supervisor itself
 
-Started with ``python -P -m moorage.dev.supervisor FOLDER DESCRIPTOR``, in a session of its own.
+Started with ``python -P -m moorage.dev.supervisor FOLDER DESCRIPTOR`` in a session of its own; goes to the background.
 """
 
 from __future__ import annotations
@@ -240,6 +240,8 @@ class Supervisor:
 def main() -> None:
     folder, descriptor = Path(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
+    if os.fork():
+        os._exit(0)
     asyncio.run(Supervisor(folder).run(descriptor))
 
 
