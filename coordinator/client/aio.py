@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -251,13 +252,15 @@ class AsyncJob:
 
     async def events(self, *, follow: bool = False) -> AsyncIterator[EventInfo]:
         """The job's events, oldest first; with ``follow`` until the job is over."""
-        newest = (0.0, "")
+        told: set[bytes] = set()
         request = pb.ListEventsRequest(job=self.id, follow=follow)
         async for message in self._connection.stream("ListEvents", lambda: request):
-            # After a reconnect the list comes again from its beginning.
-            if (message.time, message.sentence) <= newest and message.time <= newest[0]:
+            # After a reconnect the list comes again from its beginning. Times do not tell what is new: another
+            # coordinator has another clock.
+            identity = hashlib.blake2b(message.SerializeToString(deterministic=True), digest_size=16).digest()
+            if identity in told:
                 continue
-            newest = (message.time, message.sentence)
+            told.add(identity)
             yield EventInfo.of(message)
 
     async def logs(self, *, rank: int = ALL_RANKS, follow: bool = False) -> AsyncIterator[LogLine]:

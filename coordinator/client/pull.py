@@ -19,7 +19,12 @@ class Receiver:
         self._open: tuple[str, Path, BinaryIO] | None = None
         self._mode = 0
         self._modified = 0.0
-        self.files: list[str] = []
+        self._files: dict[str, None] = {}
+
+    @property
+    def files(self) -> list[str]:
+        """What has arrived whole, in the order in which it came."""
+        return list(self._files)
 
     def _target(self, name: str) -> Path:
         pure = PurePosixPath(name)
@@ -33,7 +38,8 @@ class Receiver:
 
     def accept(self, part: worker_pb2.FilePart) -> None:
         """Take one part. Raises `MoorageError` for a path that leaves the folder, `OSError`."""
-        if self._open is None or self._open[0] != part.path:
+        # Only a file's first part has a mode. The same file may begin twice: a broken stream is sent from its start.
+        if self._open is None or self._open[0] != part.path or part.mode:
             self._begin(part)
         if self._open is not None:
             _, target, file = self._open
@@ -45,7 +51,7 @@ class Receiver:
                 temporary.chmod(stat.S_IMODE(self._mode) & 0o777 or 0o600)
                 os.utime(temporary, (self._modified, self._modified))
                 temporary.replace(target)
-                self.files.append(part.path)
+                self._files[part.path] = None
 
     def _begin(self, part: worker_pb2.FilePart) -> None:
         self.close()
@@ -58,7 +64,7 @@ class Receiver:
         if stat.S_ISLNK(part.mode):
             target.unlink(missing_ok=True)
             target.symlink_to(part.link_target)
-            self.files.append(part.path)
+            self._files[part.path] = None
             return
         temporary = target.with_name(target.name + ".moorage-part")
         temporary.unlink(missing_ok=True)
