@@ -15,7 +15,6 @@ fi
 type g++ >/dev/null 2>&1 || need g++
 type git >/dev/null 2>&1 || need git
 type tar >/dev/null 2>&1 || need tar
-type column >/dev/null 2>&1 || need bsdextrautils
 
 [ ${#packages[@]} -gt 0 ] || exit 0
 echo "installing ${packages[*]}" >&2
