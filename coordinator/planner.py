@@ -22,7 +22,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be placed. ``on``: only these nodes, as asked for now; ``allowed``: only these, by the job's spec.
 
-    ``exclude``: nodes that have just failed. ``prefer``: node of pod 0, 1, … last time, taken when nothing else decides.
+    ``exclude``: nodes that have just failed. ``prefer``: where pod 0, 1, … ran last, taken when all
+    else is equal.
     """
 
     pods: int

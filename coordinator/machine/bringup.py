@@ -28,7 +28,7 @@ def begin(t: Turn, plan: BringUp, why: str) -> None:
 def placed(t: Turn, event: Placed) -> None:
     """There is a seat for every pod."""
     state = t.state
-    t.set(slot=state.slot or event.slot)
+    t.set(slot=state.slot or event.slot, origin=_current(t).checkpoint)
     t.raise_incarnation(event.seats, event.vni)
     if t.state.fencing:
         where = ", ".join(dict.fromkeys(target.node for target in t.state.fencing))
@@ -132,8 +132,8 @@ def give_up(t: Turn, why: str) -> None:
     if not plan.checkpoint:
         ending.begin(t, Ending(verdict="failed", step="killing", reason=why))
         return
-    if t.state.seats:
-        t.raise_incarnation()
+    # Also with nothing to fence: who waits for this restore sees by the number that it is over.
+    t.raise_incarnation()
     if t.state.fencing:
         t.phase("parking", why)
     else:

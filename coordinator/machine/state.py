@@ -196,6 +196,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     seats: tuple[Seat, ...] = ()  # of this incarnation; empty: no pod may run
     vni: int = 0
     slot: int = 0
+    origin: str = ""  # the checkpoint that this incarnation was restored from; empty: started from nothing
     exits: dict[int, int] = {}  # pod: exit code, in this incarnation
     fencing: tuple[Target, ...] = ()  # nothing of this incarnation is ordered before these are gone
     bringup: BringUp | None = None

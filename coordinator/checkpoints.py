@@ -1,0 +1,248 @@
+"""The committed checkpoints: listing, retention, pins, what is inside, verification, prune."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+import structlog
+
+from moorage import failpoints
+from moorage.barrier import cmp, op
+from moorage.coordinator.machine.state import job_of
+from moorage.coordinator.persist import compare_generation
+from moorage.errors import Conflict, MoorageError, NotFound
+from moorage.records import CheckpointRecord
+from moorage.store import CheckResult, GlobalManifest, PodManifest, PruneResult, Store, forget
+
+if TYPE_CHECKING:
+    from moorage.coordinator.job import Job
+    from moorage.coordinator.leader import Leader
+
+log = structlog.get_logger(__name__)
+
+failpoints.declare(
+    *(
+        f"coordinator.{what}.{side}"
+        for what in ("checkpoint.forget", "checkpoint.pin", "prune.generation")
+        for side in ("before", "after")
+    )
+)
+
+#: How often the store is pruned in the background, and how long after start the first time, in seconds.
+PRUNE_EVERY = 900.0
+#: What was written so recently is left alone by a prune, in seconds.
+PROTECT = 600.0
+
+
+class Part(NamedTuple):
+    """One kind of data of one pod: plain bytes, bytes that it takes in the store, number of files."""
+
+    pod: int
+    kind: str
+    bytes: int
+    stored: int
+    items: int
+
+
+def kind_of(kind: str, name: str) -> str:
+    """What a user calls a content of a pod's manifest."""
+    if kind == "images":
+        return "process memory" if name.startswith("pages-") else "process state"
+    return {"layer": "files", "journal": "logs"}.get(kind, kind)
+
+
+def _parts(store: Store, pods: list[PodManifest]) -> list[Part]:
+    store.index.refresh()
+    met: set[bytes] = set()
+    found: list[Part] = []
+    for manifest in pods:
+        totals: dict[str, list[int]] = {}
+        for kind, name, content in manifest.contents():
+            total = totals.setdefault(kind_of(kind, name), [0, 0, 0])
+            fresh = {chunk.name for chunk in content.chunks if chunk.name} - met
+            met |= fresh
+            total[0] += content.size
+            total[1] += sum(place.stored for name in fresh if (place := store.index.locate(name)))
+            total[2] += 1
+        found += [Part(manifest.pod, kind, *total) for kind, total in sorted(totals.items())]
+    return found
+
+
+class Checkpoints:
+    """All checkpoints of the cluster, as etcd holds them."""
+
+    def __init__(self, leader: Leader) -> None:
+        self._leader = leader
+        self._pruning = asyncio.Lock()
+        self._forgotten = 0  # since the last prune
+
+    async def of_job(self, job: str) -> list[CheckpointRecord]:
+        """Oldest first. Raises `Unavailable`."""
+        listing = await self._leader.etcd.list(self._leader.keys.checkpoints(job))
+        found = [msgspec.json.decode(kv.value, type=CheckpointRecord) for kv in listing.items]
+        return sorted(found, key=lambda record: record.attempt)
+
+    async def all(self) -> list[CheckpointRecord]:
+        """Of all jobs, by job and age. Raises `Unavailable`."""
+        return [record for job in sorted(self._leader.jobs) for record in await self.of_job(job)]
+
+    async def get(self, checkpoint: str) -> CheckpointRecord:
+        """Raises `NotFound`, `Unavailable`."""
+        job = job_of(checkpoint)
+        kv = await self._leader.etcd.get(self._leader.keys.checkpoint(job, checkpoint)) if job else None
+        if kv is None:
+            raise NotFound(f"no checkpoint {checkpoint!r}", "moorage checkpoints lists all of them")
+        return msgspec.json.decode(kv.value, type=CheckpointRecord)
+
+    async def pod_manifests(self, checkpoint: str) -> list[str]:
+        """Names of its pods' manifests in the store, pod 0 first. Raises `NotFound`, `CorruptData`, `Unavailable`."""
+        record = await self.get(checkpoint)
+        manifest = await asyncio.to_thread(self._leader.store.read_global_manifest, record.manifest)
+        return manifest.pods
+
+    async def read(self, checkpoint: str) -> tuple[CheckpointRecord, GlobalManifest, list[PodManifest]]:
+        """The record and all manifests. Raises `NotFound`, `CorruptData`, `Unavailable`."""
+        record = await self.get(checkpoint)
+        store = self._leader.store
+
+        def manifests() -> tuple[GlobalManifest, list[PodManifest]]:
+            whole = store.read_global_manifest(record.manifest)
+            return whole, [store.read_pod_manifest(name) for name in whole.pods]
+
+        whole, pods = await asyncio.to_thread(manifests)
+        return record, whole, pods
+
+    async def parts(self, pods: list[PodManifest]) -> list[Part]:
+        """What is inside, by pod and kind. A chunk that several share is counted as stored where it is met first."""
+        return await asyncio.to_thread(_parts, self._leader.store, pods)
+
+    async def pin(self, checkpoint: str, *, pinned: bool) -> CheckpointRecord:
+        """Keep it whatever the retention says, or no longer. Raises `NotFound`, `Unavailable`."""
+        leader = self._leader
+        key = leader.keys.checkpoint(job_of(checkpoint), checkpoint)
+        while True:
+            kv = await leader.etcd.get(key) if job_of(checkpoint) else None
+            if kv is None:
+                raise NotFound(f"no checkpoint {checkpoint!r}", "moorage checkpoints lists all of them")
+            record = msgspec.json.decode(kv.value, type=CheckpointRecord)
+            new = msgspec.structs.replace(record, pinned=pinned)
+            await failpoints.hit("coordinator.checkpoint.pin.before")
+            fence = [leader.leadership.compare(), cmp.mod_revision(key, kv.mod_revision)]
+            result = await leader.etcd.txn(fence, [op.put(key, msgspec.json.encode(new))])
+            await failpoints.hit("coordinator.checkpoint.pin.after")
+            if result.succeeded:
+                return new
+            await leader.verify()
+
+    async def check(self, checkpoint: str, *, read_data: bool) -> AsyncIterator[tuple[int, int] | CheckResult]:
+        """Verify it: progress ``(bytes done, bytes in all)``, at last the result. Raises `NotFound`, `Unavailable`."""
+        record = await self.get(checkpoint)
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
+
+        def progress(done: int, total: int) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, (done, total))
+
+        def work() -> CheckResult:
+            try:
+                return self._leader.store.check(record.manifest, read_data=read_data, progress=progress)
+            finally:
+                loop.call_soon_threadsafe(news.put_nowait, None)
+
+        checking = asyncio.create_task(asyncio.to_thread(work))
+        while (item := await news.get()) is not None:
+            yield item
+        yield await checking
+
+    # -- what goes on by itself
+
+    async def after_commit(self, job: Job) -> None:
+        """Forget what the retention does not keep, and the keys of old attempts. Failures are tried again next time."""
+        try:
+            await self._forget(job)
+            await self._forget_attempts(job)
+        except MoorageError as error:
+            log.warning("retention failed", job=job.id, error=str(error))
+
+    async def _forget(self, job: Job) -> None:
+        leader = self._leader
+        state = job.state
+        needed = {state.latest, state.base, state.origin, state.bringup.checkpoint if state.bringup else ""}
+        for record in forget(await self.of_job(job.id), state.policy.keep_last):
+            if record.checkpoint in needed:
+                continue
+            key = leader.keys.checkpoint(job.id, record.checkpoint)
+            await failpoints.hit("coordinator.checkpoint.forget.before")
+            await leader.etcd.txn([leader.leadership.compare()], [op.delete(key)])
+            await failpoints.hit("coordinator.checkpoint.forget.after")
+            self._forgotten += 1
+            log.info("checkpoint forgotten", job=job.id, checkpoint=record.checkpoint)
+
+    async def _forget_attempts(self, job: Job) -> None:
+        """Remove the keys of attempts that nobody can still act on: all but the newest two."""
+        leader = self._leader
+        prefix = leader.keys.job(job.id) + "attempts/"
+        listing = await leader.etcd.list(prefix, keys_only=True)
+        numbers = {int(kv.key.removeprefix(prefix).partition("/")[0]) for kv in listing.items}
+        for number in sorted(numbers):
+            if number < job.state.attempts - 1:
+                try:
+                    await job.persistence.attempts.forget(number)
+                except Conflict:
+                    # Its outcome was never needed: the pods were killed. Nobody may create one any more.
+                    await leader.etcd.txn(
+                        [leader.leadership.compare()], [op.delete_prefix(leader.keys.attempt(job.id, number))]
+                    )
+
+    async def housekeeping(self) -> None:
+        """Prune now and then, when something was forgotten; never ends by itself."""
+        while True:
+            await asyncio.sleep(PRUNE_EVERY)
+            if not self._forgotten:
+                continue
+            try:
+                await self.prune(dry_run=False)
+            except MoorageError as error:
+                log.warning("prune failed", error=str(error))
+
+    async def prune(self, *, dry_run: bool) -> tuple[list[CheckpointRecord], PruneResult]:
+        """Remove from the store what no checkpoint needs; returns the checkpoints that are kept, and what was done.
+
+        Raises `Fenced`, `NotFound` (a kept manifest is missing), `Unavailable`.
+        """
+        async with self._pruning:
+            generation = await self._leader.read_generation()
+            if not dry_run:
+                generation = await self._raise_generation(generation)
+            # Read after the generation was raised: whatever is committed later compares the new one and is confirmed.
+            kept = await self.all()
+            names = {record.manifest for record in kept}
+            forgotten = self._forgotten
+            result = await asyncio.to_thread(
+                self._leader.store.prune,
+                names,
+                generation=generation,
+                protect_after=time.time() - PROTECT,
+                dry_run=dry_run,
+            )
+            if not dry_run:
+                self._forgotten -= forgotten
+                log.info("pruned", generation=generation, kept=len(kept), freed=result.bytes_freed)
+            return kept, result
+
+    async def _raise_generation(self, current: int) -> int:
+        leader = self._leader
+        while True:
+            await failpoints.hit("coordinator.prune.generation.before")
+            fence = [leader.leadership.compare(), compare_generation(leader.keys, current)]
+            value = str(current + 1).encode()
+            result = await leader.etcd.txn(fence, [op.put(leader.keys.store_generation, value)])
+            await failpoints.hit("coordinator.prune.generation.after")
+            if result.succeeded:
+                return current + 1
+            await leader.verify()
+            current = await leader.read_generation()

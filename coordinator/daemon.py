@@ -1,0 +1,169 @@
+"""The coordinator's process: stand for election, lead while elected, serve the API, until SIGTERM or SIGINT.
+
+All that matters is in etcd and in the store, so there is nothing to save at the end: pods and workers go on, and the
+next coordinator takes the jobs up where this one left them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+import structlog
+
+from moorage import failpoints, rpc
+from moorage.barrier.client import EtcdClient
+from moorage.barrier.election import Leadership, campaign, observe
+from moorage.barrier.session import Session
+from moorage.config import CoordinatorConfig
+from moorage.coordinator.leader import Leader
+from moorage.coordinator.machine import Policies
+from moorage.coordinator.persist import LeadershipLost
+from moorage.coordinator.service import CoordinatorService
+from moorage.errors import Conflict, MoorageError, UsageError
+from moorage.records import Keys
+from moorage.store import Store
+from moorage.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
+
+log = structlog.get_logger(__name__)
+
+_GRACE_SECONDS = 1.0
+_RETRY_SECONDS = 0.5
+
+failpoints.declare("coordinator.take-up.before")
+
+
+def run(config: CoordinatorConfig) -> None:
+    """Run a coordinator until it is told to end. Raises `MoorageError` when it cannot start."""
+    configure_logging()
+    asyncio.run(_until_signal(config))
+
+
+def configure_logging() -> None:
+    """One JSON object for each line on stderr."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+async def _until_signal(config: CoordinatorConfig) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    coordinator = Coordinator(config)
+    running = asyncio.create_task(coordinator.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            running.result()
+    finally:
+        notify("STOPPING=1")
+        for task in (running, stopping):
+            task.cancel()
+        await asyncio.gather(running, stopping, return_exceptions=True)
+
+
+def notify(message: str) -> None:
+    """Tell the service manager, if there is one (``NOTIFY_SOCKET``), as sd_notify(3) does."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel,
+    ):
+        channel.connect("\0" + address[1:] if address.startswith("@") else address)
+        channel.sendall(message.encode())
+
+
+class Coordinator:
+    """One coordinator process: `run` ends only when cancelled. ``port`` is set once it listens."""
+
+    def __init__(self, config: CoordinatorConfig, policies: Policies | None = None) -> None:
+        self._config = config
+        self._policies = policies
+        self._keys = Keys(config.cluster)
+        self.service = CoordinatorService(config)
+        self.port = 0
+
+    async def run(self) -> None:
+        """Serve, and lead whenever elected. Raises `MoorageError` when it cannot start."""
+        config = self._config
+        store = await asyncio.to_thread(Store.open, config.store, create=True)
+        etcd = EtcdClient(
+            config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=config.etcd.password()
+        )
+        async with etcd:
+            server = rpc.aio_server()
+            add_CoordinatorServicer_to_server(self.service, server)
+            self.port = _bind(server, config)
+            await server.start()
+            notify("READY=1")
+            log.info("serving", listen=config.listen, port=self.port, store=config.store)
+            watching = asyncio.create_task(self._watch_leader(etcd))
+            try:
+                while True:
+                    await self._term(etcd, store)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+                await server.stop(_GRACE_SECONDS)
+
+    async def _watch_leader(self, etcd: EtcdClient) -> None:
+        while True:
+            try:
+                async for seen in observe(etcd, self._keys.leader):
+                    self.service.leader_address = seen[1].decode(errors="replace") if seen else ""
+            except MoorageError as error:
+                log.info("the leader cannot be watched", error=str(error))
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _term(self, etcd: EtcdClient, store: Store) -> None:
+        """Stand for election and lead until that is over."""
+        try:
+            async with Session.open(etcd, self._config.lease_seconds) as session:
+                leadership = await campaign(etcd, session, self._keys.leader, self._config.advertise.encode())
+                try:
+                    await self._lead(etcd, store, leadership)
+                finally:
+                    await leadership.resign()
+        except LeadershipLost:
+            log.warning("leadership lost")
+        except MoorageError as error:
+            log.warning("not leading", error=str(error))
+        await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _lead(self, etcd: EtcdClient, store: Store, leadership: Leadership) -> None:
+        await failpoints.hit("coordinator.take-up.before")
+        leader = Leader(self._config, etcd, store, leadership, self._policies)
+        self.service.leader = leader
+        try:
+            await leader.run()
+        finally:
+            self.service.leader = None
+
+
+def _bind(server: Any, config: CoordinatorConfig) -> int:
+    try:
+        port = int(server.add_secure_port(config.listen, rpc.server_credentials(config.tls)))
+    except (RuntimeError, OSError) as error:
+        raise Conflict(f"cannot listen on {config.listen}: {error}", "is another coordinator running there?") from error
+    if not port:
+        raise UsageError(f"cannot listen on {config.listen}", "correct `listen` in the coordinator's settings")
+    return port

@@ -1,0 +1,293 @@
+"""``moorage.v1.Coordinator`` over gRPC: requests in, what the leader knows and does out.
+
+Only the leader answers; any other coordinator raises `Unavailable` with the leader's address as hint. `Status` always
+answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from moorage import __version__, rpc
+from moorage.config import CoordinatorConfig
+from moorage.coordinator import events, logs, proxies, submit, views
+from moorage.coordinator.job import Job
+from moorage.coordinator.leader import Leader
+from moorage.coordinator.machine import events as ev
+from moorage.coordinator.machine.state import job_of
+from moorage.coordinator.workers import NodeGone
+from moorage.errors import Forbidden, NotFound, Unavailable, UsageError
+from moorage.store import CheckResult
+from moorage.v1 import coordinator_pb2 as pb
+from moorage.v1 import worker_pb2
+from moorage.v1.coordinator_pb2_grpc import CoordinatorServicer
+
+log = structlog.get_logger(__name__)
+
+
+class CoordinatorService(CoordinatorServicer):
+    """The servicer. ``leader`` is set while this coordinator leads, ``leader_address`` is who does."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self.leader: Leader | None = None
+        self.leader_address = ""
+
+    def _leading(self) -> Leader:
+        caller = rpc.principal.get()
+        if caller.startswith("worker:"):
+            raise Forbidden(f"{caller} may not call the coordinator", "use the certificate of a user")
+        if self.leader is not None and self.leader.leading:
+            return self.leader
+        other = self.leader_address
+        hint = f"the leader is {other}" if other and other != self._config.advertise else "one is about to take over"
+        raise Unavailable(f"coordinator {self._config.advertise} does not lead", hint)
+
+    # -- jobs
+
+    async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.Job:
+        leader = self._leading()
+        trace = rpc.trace.get() or uuid.uuid4().hex
+        job = await submit.submit(leader, request, rpc.principal.get(), trace)
+        return views.job_message(job)
+
+    async def GetJob(self, request: pb.JobRef, context: Any) -> pb.Job:
+        return views.job_message(self._leading().find(request.job))
+
+    async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsReply:
+        jobs = sorted(self._leading().jobs.values(), key=lambda job: job.state.created)
+        return pb.ListJobsReply(jobs=[views.job_message(job) for job in jobs if request.all or not job.state.over])
+
+    async def WatchJob(self, request: pb.JobRef, context: Any) -> AsyncIterator[pb.Job]:
+        leader = self._leading()
+        job = leader.find(request.job)
+        last: pb.Job | None = None
+        while True:
+            seen = job.changed.rung
+            message = views.job_message(job)
+            if message != last:
+                yield message
+                last = message
+            if message.over:
+                return
+            await self._change(leader, job, seen)
+
+    @staticmethod
+    async def _change(leader: Leader, job: Job, seen: int) -> None:
+        await leader.while_leading(asyncio.ensure_future(job.changed.wait(seen, 5.0)))
+
+    # -- checkpoints of a running job, and what else is asked of it
+
+    async def Checkpoint(self, request: pb.CheckpointRequest, context: Any) -> pb.AttemptReply:
+        asked = ev.CheckpointAsked(time=time.time(), request=_id(request), trace=rpc.trace.get())
+        return await self._attempt(request.job, asked)
+
+    async def Park(self, request: pb.JobRequest, context: Any) -> pb.AttemptReply:
+        asked = ev.ParkAsked(time=time.time(), request=_id(request), trace=rpc.trace.get())
+        return await self._attempt(request.job, asked)
+
+    async def Move(self, request: pb.MoveRequest, context: Any) -> pb.AttemptReply:
+        leader = self._leading()
+        job = leader.find(request.job)
+        nodes = tuple(request.nodes)
+        if not nodes:
+            raise UsageError("no node is named to move to", "moorage move JOB --to NODE,...")
+        leader.plan(job, on=nodes)
+        asked = ev.MoveAsked(time=time.time(), request=_id(request), trace=rpc.trace.get(), nodes=nodes)
+        return await self._attempt(request.job, asked)
+
+    async def _attempt(self, reference: str, asked: ev.Asked) -> pb.AttemptReply:
+        job = self._leading().find(reference)
+        state = await job.ask(asked)
+        attempt = next((done.attempt for done in state.requests if done.id == asked.request), state.attempts)
+        return pb.AttemptReply(job=views.job_message(job), attempt=attempt)
+
+    async def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.Job:
+        leader = self._leading()
+        job = leader.find(request.job)
+        if request.checkpoint:
+            record = await leader.checkpoints.get(request.checkpoint)
+            if record.job != job.id:
+                raise UsageError(f"checkpoint {request.checkpoint} is of job {record.job}, not of {job.id}")
+        leader.plan(job, on=tuple(request.nodes))
+        await job.ask(
+            ev.RestoreAsked(
+                time=time.time(),
+                request=_id(request),
+                trace=rpc.trace.get(),
+                checkpoint=request.checkpoint,
+                nodes=tuple(request.nodes),
+            )
+        )
+        return views.job_message(job)
+
+    async def Stop(self, request: pb.StopRequest, context: Any) -> pb.Job:
+        job = self._leading().find(request.job)
+        await job.ask(
+            ev.StopAsked(
+                time=time.time(),
+                request=_id(request),
+                trace=rpc.trace.get(),
+                checkpoint=request.checkpoint,
+                grace_seconds=max(0.0, request.grace_seconds),
+            )
+        )
+        return views.job_message(job)
+
+    async def GetAttempt(self, request: pb.GetAttemptRequest, context: Any) -> pb.Attempt:
+        leader = self._leading()
+        return await self._find_attempt(leader, leader.find(request.job), request.attempt)
+
+    async def WatchAttempt(self, request: pb.GetAttemptRequest, context: Any) -> AsyncIterator[pb.Attempt]:
+        leader = self._leading()
+        job = leader.find(request.job)
+        last: pb.Attempt | None = None
+        while True:
+            seen = job.changed.rung
+            message = await self._find_attempt(leader, job, request.attempt)
+            if message != last:
+                yield message
+                last = message
+            if message.phase in ("committed", "aborted"):
+                return
+            await self._change(leader, job, seen)
+
+    @staticmethod
+    async def _find_attempt(leader: Leader, job: Job, number: int) -> pb.Attempt:
+        number = number or job.state.attempts
+        if (found := views.attempt_message(job, number)) is not None:
+            return found
+        for record in await leader.checkpoints.of_job(job.id):
+            if record.attempt == number:
+                return views.committed_message(record, job.state.pods)
+        raise NotFound(f"job {job.state.name} remembers no attempt {number}", f"its newest is {job.state.attempts}")
+
+    # -- nodes
+
+    async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesReply:
+        leader = self._leading()
+        placed: dict[str, dict[str, int]] = {}
+        for job in leader.jobs.values():
+            for seat in job.state.seats:
+                counts = placed.setdefault(seat.node, {})
+                counts[job.id] = counts.get(job.id, 0) + 1
+        nodes = [
+            views.node_message(record, live=name in leader.nodes.live, jobs=placed.get(name, {}))
+            for name, record in sorted(leader.nodes.known.items())
+        ]
+        return pb.ListNodesReply(nodes=nodes)
+
+    async def DescribeNode(self, request: pb.NodeRef, context: Any) -> worker_pb2.DescribeReply:
+        leader = self._leading()
+        if request.node not in leader.nodes.known:
+            raise NotFound(f"no node {request.node!r}", "moorage nodes lists all of them")
+        try:
+            stub = leader.workers.stub(leader.workers.live(request.node))
+        except NodeGone as gone:
+            raise Unavailable(str(gone), "is its worker running?") from gone
+        reply: worker_pb2.DescribeReply = await rpc.unary(
+            stub.Describe, worker_pb2.DescribeRequest(), what=f"node {request.node}", timeout=60.0
+        )
+        return reply
+
+    # -- the store
+
+    async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Any) -> pb.ListCheckpointsReply:
+        leader = self._leading()
+        records = (
+            await leader.checkpoints.of_job(leader.find(request.job).id)
+            if request.job
+            else await leader.checkpoints.all()
+        )
+        return pb.ListCheckpointsReply(checkpoints=[self._info(leader, record) for record in records])
+
+    @staticmethod
+    def _info(leader: Leader, record: Any) -> pb.CheckpointInfo:
+        job = leader.jobs.get(record.job)
+        return views.checkpoint_message(
+            record,
+            name=job.state.name if job else record.job,
+            latest=job is not None and job.state.latest == record.checkpoint,
+        )
+
+    async def InspectCheckpoint(self, request: pb.CheckpointRef, context: Any) -> pb.InspectReply:
+        leader = self._leading()
+        record, _, pods = await leader.checkpoints.read(await self._checkpoint(leader, request.checkpoint))
+        return views.inspect_message(self._info(leader, record), await leader.checkpoints.parts(pods), pods)
+
+    async def CheckCheckpoint(self, request: pb.CheckRequest, context: Any) -> AsyncIterator[pb.CheckProgress]:
+        leader = self._leading()
+        name = await self._checkpoint(leader, request.checkpoint)
+        async for news in leader.checkpoints.check(name, read_data=request.read_data):
+            if isinstance(news, CheckResult):
+                yield views.check_message(news)
+            else:
+                yield pb.CheckProgress(bytes_done=news[0], bytes_total=news[1])
+
+    async def PinCheckpoint(self, request: pb.PinRequest, context: Any) -> pb.CheckpointInfo:
+        leader = self._leading()
+        name = await self._checkpoint(leader, request.checkpoint)
+        record = await leader.checkpoints.pin(name, pinned=not request.unpin)
+        return self._info(leader, record)
+
+    @staticmethod
+    async def _checkpoint(leader: Leader, reference: str) -> str:
+        """The checkpoint of this id; a job's id or name stands for its newest. Raises `NotFound`."""
+        if job_of(reference) not in leader.jobs:
+            for job in leader.jobs.values():
+                if reference in (job.id, job.state.name) and job.state.latest:
+                    return leader.find(reference).state.latest
+        return reference
+
+    async def Prune(self, request: pb.PruneRequest, context: Any) -> pb.PruneReply:
+        kept, result = await self._leading().checkpoints.prune(dry_run=request.dry_run)
+        return pb.PruneReply(
+            checkpoints=[record.checkpoint for record in kept],
+            packs=result.packs_deleted,
+            bytes=result.bytes_freed,
+            dry_run=request.dry_run,
+        )
+
+    # -- what is streamed
+
+    async def ListEvents(self, request: pb.ListEventsRequest, context: Any) -> AsyncIterator[pb.JobEvent]:
+        leader = self._leading()
+        job = leader.find(request.job) if request.job else None
+        async for event in events.read(leader, job, follow=request.follow):
+            yield views.event_message(event)
+
+    async def ReadLogs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[worker_pb2.LogChunk]:
+        leader = self._leading()
+        async for chunk in logs.read(leader, leader.find(request.job), request):
+            yield chunk
+
+    async def Exec(
+        self, requests: AsyncIterator[worker_pb2.ExecInput], context: Any
+    ) -> AsyncIterator[worker_pb2.ExecOutput]:
+        async for output in proxies.execute(self._leading(), requests):
+            yield output
+
+    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[worker_pb2.FilePart]:
+        leader = self._leading()
+        async for part in proxies.pull(leader, leader.find(request.job), request.path):
+            yield part
+
+    async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
+        leading = self.leader is not None and self.leader.leading
+        return pb.StatusReply(
+            cluster=self._config.cluster,
+            leader=self._config.advertise if leading else self.leader_address,
+            version=__version__,
+            store=self._config.store,
+            leading=leading,
+        )
+
+
+def _id(request: Any) -> str:
+    return request.request_id or uuid.uuid4().hex
