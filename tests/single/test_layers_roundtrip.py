@@ -182,7 +182,7 @@ def test_very_deep_folders_and_long_paths_come_back(place: Bench) -> None:
     pod = place.start()
     here = os.open(pod.root / "job", os.O_RDONLY)
     part = "d" * 200
-    for _ in range(60):  # 12,000 characters: three times the longest path that a call takes
+    for _ in range(1500):  # 300,000 characters: no call takes such a path, and no process may have so many descriptors
         os.mkdir(part, dir_fd=here)
         child = os.open(part, os.O_RDONLY, dir_fd=here)
         os.close(here)
@@ -266,7 +266,7 @@ def _do(job: Path, step: _Step, number: int) -> None:
         pass  # most steps do not fit the tree as it is; those that do are the test
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     before=st.lists(_STEPS, max_size=25),
     rounds=st.lists(st.tuples(st.booleans(), st.lists(_STEPS, max_size=25)), min_size=1, max_size=4),

@@ -44,9 +44,9 @@ class MemoryStore:
 
 
 @contextmanager
-def disk_folder() -> Iterator[Path]:
+def disk_folder(where: str = "/var/tmp") -> Iterator[Path]:
     """A folder on a file system that can carry upper layers; whatever is mounted in it is unmounted at the end."""
-    top = Path(tempfile.mkdtemp(prefix="moorage-test-", dir="/var/tmp"))
+    top = Path(tempfile.mkdtemp(prefix="moorage-test-", dir=where))
     try:
         yield top
     finally:
@@ -99,8 +99,8 @@ class Bench:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
-    with disk_folder() as top:
+def bench(where: str = "/var/tmp") -> Iterator[Bench]:
+    with disk_folder(where) as top:
         yield Bench(top)
 
 

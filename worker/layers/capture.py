@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from moorage import failpoints
-from moorage.errors import CorruptData, MoorageError, NoCapacity, Refused
+from moorage.errors import CorruptData, MoorageError, NoCapacity
 from moorage.store.manifests import Content
 from moorage.worker.layers import syscalls
 from moorage.worker.layers.extents import CutShort, data_extents
@@ -40,8 +40,8 @@ __all__ = ["LayerCapture", "StagedFile", "capture", "stamp_of"]
 
 failpoints.declare("layers.capture.before", "layers.capture.after")
 
-# Where CRIU puts a deleted file that is still open for the time of a restore. Its data is in CRIU's images; one that was
-# left behind is nobody's.
+# Where CRIU puts a deleted file that is still open for the time of a restore. Its data is in CRIU's images; one that
+# was left behind is nobody's.
 _GHOST = re.compile(r".*\.cr\.[0-9a-f]+\.ghost")
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NOATIME | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -166,8 +166,6 @@ def _told_plainly(staging: Path) -> Iterator[None]:
                 f"no space in {staging.parent} for the copy of the pod's files",
                 "free space there, or give the worker a state folder on a larger file system",
             ) from None
-        if error.errno in {errno.EMFILE, errno.ENAMETOOLONG}:
-            raise Refused("the pod's folders are nested too deep to be saved", "make the paths shorter") from None
         raise MoorageError(f"the pod's files cannot be copied: {error}") from error
     except CutShort:
         raise MoorageError(

@@ -13,15 +13,18 @@ import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
+import structlog
 
 from moorage.worker.layers import syscalls
 from moorage.worker.layers.layer import Layer
 from moorage.worker.layers.tree import OVERLAY_PREFIX
 from moorage.worker.layers.walk import FOLDER_FLAGS, names_in, open_folder
 
+_log = structlog.get_logger(__name__)
+_DEEPEST: Final = 200
 ChangeKind = Literal["created", "modified", "deleted"]
 
 
@@ -62,8 +65,12 @@ def same(one: os.stat_result, other: os.stat_result) -> bool:
 def compare(sides: Sides, prefix: bytes = b"", skip: frozenset[bytes] = frozenset()) -> Iterator[Change]:
     """All changes in a folder, parents first, sorted by name. ``skip``: paths that are not looked at.
 
-    Descriptors in ``sides`` stay open and are the caller's.
+    Descriptors in ``sides`` stay open and are the caller's. What is nested deeper than any path that a call takes is
+    left out, with a warning in the log.
     """
+    if prefix.count(b"/") > _DEEPEST:
+        _log.warning("results that are nested too deep are left out", path=prefix)
+        return
     listed = [sides.upper] if sides.upper is not None else [fd for fd in (sides.merged, sides.base) if fd is not None]
     for name in sorted({name for fd in listed for name in names_in(fd)}):
         path = prefix + os.fsencode(name)
@@ -84,7 +91,9 @@ def _entry(sides: Sides, name: str, path: bytes, skip: frozenset[bytes]) -> Iter
     elif both_folders:
         if now.st_mode != before.st_mode:
             yield Change("modified", path, now.st_mode, now.st_size)
-    elif not same(now, before):
+    elif sides.upper is None or not same(now, before):
+        # Stamps are compared only where the upper layer's file may be a mere copy of base; what came from elsewhere
+        # may have them by chance.
         yield Change("modified", path, now.st_mode, now.st_size)
     if stat.S_ISDIR(now.st_mode):
         with ExitStack() as stack:

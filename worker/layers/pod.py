@@ -31,7 +31,7 @@ from moorage.worker.layers.state import Planned, State, boot_id
 from moorage.worker.layers.tree import Tree, decode_tree
 from moorage.worker.layers.view import PodView
 from moorage.worker.layers.walk import remove_tree
-from moorage.worker.layers.writeback import WriteBack, write_back
+from moorage.worker.layers.writeback import WriteBack, bring_up, write_back
 
 
 class LayerBind(msgspec.Struct, frozen=True):
@@ -212,7 +212,7 @@ class PodLayers:
 
         ``forced``: what `mapped_shared_writable` gave. Use an index only when the attempt that made it was committed,
         or the store's generation has not changed since: prune may drop the chunks of an attempt that was not.
-        Raises `NoCapacity` (nothing is left in ``staging``), `Refused` (something that cannot be saved).
+        Raises `NoCapacity`; nothing is left in ``staging`` then.
         """
         frame = Tree(working_directory=self.working_directory, started_ns=self._state.started_ns, layers=[])
         return capture(self._layers, frame, staging, previous, forced)
@@ -270,9 +270,13 @@ class PodLayers:
             return WriteBack()  # it was written there all along
         place, fd = self._view.locate(self.working_directory)
         os.close(fd)
+        changes = list(self.changed_below())
+        # The target is the lower layer as well. Once it is written to, only the upper layers can be relied on.
+        uppers = PodView({layer.mountpoint: layer.upper for layer in self._layers}, self._state.live)
+        bring_up(changes, self._view, uppers, place)
         return write_back(
-            self.changed_below(),
-            self._view,
+            changes,
+            uppers,
             place,
             target or Path(self.working_directory),
             Owner(uid, gid, tuple(groups)),

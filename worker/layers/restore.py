@@ -25,7 +25,7 @@ from moorage.worker.layers.index import CaptureIndex, Known, LayerIndex, referen
 from moorage.worker.layers.layer import Layer
 from moorage.worker.layers.staging import SMALL
 from moorage.worker.layers.tree import Entry, LayerTree, Tree, data_length
-from moorage.worker.layers.walk import FOLDER_FLAGS, folder, open_folder, through
+from moorage.worker.layers.walk import Trail, folder, open_folder, remove_tree, through
 
 failpoints.declare("layers.restore.before", "layers.restore.after")
 
@@ -81,10 +81,7 @@ def _check(layers: Sequence[Layer], tree: Tree, contents: Mapping[str, Content])
 
 def _empty(upper: Path) -> None:
     for child in upper.iterdir():
-        if child.is_dir() and not child.is_symlink():
-            shutil.rmtree(child, ignore_errors=True)
-        else:
-            child.unlink()
+        remove_tree(child)
 
 
 @contextmanager
@@ -160,20 +157,25 @@ class _LayerFill:
     def run(self) -> LayerIndex:
         with folder(self._layer.upper) as root:
             self._root = root
-            # Folders that are being filled; their times are set when they are full.
-            stack = [(self._saved.entries[0], os.dup(root))]
+            trail = Trail(root)
             try:
+                # Folders that are being filled; their times are set when they are full.
+                stack = [self._saved.entries[0]]
                 for entry in self._saved.entries[1:]:
-                    parent = entry.path.rpartition(b"/")[0]
-                    while stack[-1][0].path != parent:
-                        _close_folder(*stack.pop())
-                    name = os.fsdecode(entry.path.rpartition(b"/")[2])
-                    self._create(entry, name, stack[-1][1])
+                    parent, _, name = entry.path.rpartition(b"/")
+                    while stack[-1].path != parent:
+                        _finish_folder(stack.pop(), trail.fd)
+                        trail.up()
+                    self._create(entry, os.fsdecode(name), trail.fd)
                     if entry.kind == "d":
-                        stack.append((entry, os.open(name, FOLDER_FLAGS, dir_fd=stack[-1][1])))
-            finally:
+                        trail.down(os.fsdecode(name))
+                        stack.append(entry)
                 while stack:
-                    _close_folder(*stack.pop())
+                    _finish_folder(stack.pop(), trail.fd)
+                    if stack:
+                        trail.up()
+            finally:
+                trail.close()
         self._settle()
         return self._index
 
@@ -266,16 +268,13 @@ class _LayerFill:
                 left = left[os.write(fd, left) :]
 
 
-def _close_folder(entry: Entry, fd: int) -> None:
-    try:
-        if not entry.path:  # the root's other attributes: it existed before
-            os.fchown(fd, entry.uid, entry.gid)
-            os.fchmod(fd, entry.mode)
-        # Only now: a default ACL would have gone to everything that was made in the folder.
-        _set_xattrs(fd, entry)
-        os.utime(fd, ns=(entry.atime_ns, entry.mtime_ns))
-    finally:
-        os.close(fd)
+def _finish_folder(entry: Entry, fd: int) -> None:
+    if not entry.path:  # the root's other attributes: it existed before
+        os.fchown(fd, entry.uid, entry.gid)
+        os.fchmod(fd, entry.mode)
+    # Only now: a default ACL would have gone to everything that was made in the folder.
+    _set_xattrs(fd, entry)
+    os.utime(fd, ns=(entry.atime_ns, entry.mtime_ns))
 
 
 def _set_xattrs(path: str | int, entry: Entry) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -26,36 +27,66 @@ def names_in(dir_fd: int) -> list[str]:
     return sorted(os.listdir(dir_fd))
 
 
-def walk(root_fd: int, more_flags: int = 0) -> Iterator[Found]:
-    """All entries below ``root_fd``, sorted by name, a folder directly before what is in it.
+class Trail:
+    """A way down into a tree that keeps one descriptor open however deep it goes. ``fd`` is the folder it stands in.
+
+    The way up is ``..``, checked: if the tree was changed meanwhile it raises OSError (ESTALE).
+    """
+
+    def __init__(self, top_fd: int, more_flags: int = 0) -> None:
+        self._flags = FOLDER_FLAGS | more_flags
+        self.fd = os.open(".", self._flags, dir_fd=top_fd)
+        self._above: list[tuple[int, int]] = []
+
+    def down(self, name: str) -> None:
+        status = os.fstat(self.fd)
+        child = os.open(name, self._flags, dir_fd=self.fd)
+        os.close(self.fd)
+        self.fd = child
+        self._above.append((status.st_dev, status.st_ino))
+
+    def up(self) -> None:
+        parent = os.open("..", self._flags, dir_fd=self.fd)
+        os.close(self.fd)
+        self.fd = parent
+        status = os.fstat(parent)
+        if (status.st_dev, status.st_ino) != self._above.pop():
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def walk(top_fd: int, more_flags: int = 0) -> Iterator[Found]:
+    """All entries below ``top_fd``, sorted by name, a folder directly before what is in it.
 
     An entry that vanishes while it is walked is left out. Folders are opened with ``more_flags`` as well.
     """
-    flags = FOLDER_FLAGS | more_flags
-    stack = [(os.open(".", flags, dir_fd=root_fd), b"", iter(names_in(root_fd)))]
+    trail = Trail(top_fd, more_flags)
     try:
+        stack = [(b"", iter(names_in(trail.fd)))]
         while stack:
-            dir_fd, prefix, names = stack[-1]
+            prefix, names = stack[-1]
             name = next(names, None)
             if name is None:
-                os.close(dir_fd)
                 stack.pop()
+                if stack:
+                    trail.up()
                 continue
             try:
-                status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+                status = os.stat(name, dir_fd=trail.fd, follow_symlinks=False)
             except FileNotFoundError:
                 continue
             path = prefix + os.fsencode(name)
-            yield Found(dir_fd, name, path, status)
+            yield Found(trail.fd, name, path, status)
             if stat.S_ISDIR(status.st_mode):
                 try:
-                    child = os.open(name, flags, dir_fd=dir_fd)
-                except FileNotFoundError:
+                    trail.down(name)
+                except (FileNotFoundError, NotADirectoryError):
                     continue
-                stack.append((child, path + b"/", iter(names_in(child))))
+                stack.append((path + b"/", iter(names_in(trail.fd))))
     finally:
-        for dir_fd, _, _ in stack:
-            os.close(dir_fd)
+        trail.close()
 
 
 @contextmanager
@@ -99,22 +130,23 @@ def remove_tree(top: Path) -> None:
     if not top.is_dir() or top.is_symlink():
         top.unlink(missing_ok=True)
         return
-    parent = os.open(top.parent, FOLDER_FLAGS)
-    first = os.open(top.name, FOLDER_FLAGS, dir_fd=parent)
-    stack = [(parent, "", iter(())), (first, top.name, iter(names_in(first)))]
+    with folder(top.parent) as parent:
+        trail = Trail(parent)
     try:
-        while len(stack) > 1:
-            dir_fd, own, names = stack[-1]
+        trail.down(top.name)
+        stack = [(top.name, iter(names_in(trail.fd)))]
+        while stack:
+            own, names = stack[-1]
             name = next(names, None)
             if name is None:
-                os.close(stack.pop()[0])
-                os.rmdir(own, dir_fd=stack[-1][0])
+                stack.pop()
+                trail.up()
+                os.rmdir(own, dir_fd=trail.fd)
                 continue
             try:
-                os.unlink(name, dir_fd=dir_fd)
+                os.unlink(name, dir_fd=trail.fd)
             except IsADirectoryError:
-                child = os.open(name, FOLDER_FLAGS, dir_fd=dir_fd)
-                stack.append((child, name, iter(names_in(child))))
+                trail.down(name)
+                stack.append((name, iter(names_in(trail.fd))))
     finally:
-        for dir_fd, _, _ in stack:
-            os.close(dir_fd)
+        trail.close()

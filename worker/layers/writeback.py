@@ -7,6 +7,7 @@ Rules, in the order of what they protect:
 3. What the host changed since the job started (its ctime tells) stays. The pod's version goes beside it, as
    ``NAME.moorage-<job>-<pod>``; what the pod deleted stays.
 4. A file appears whole or not at all: it is written under another name and renamed.
+5. What is read does not depend on what was written: everything is in the upper layers before the first write.
 
 Doing it again after it was cut short is safe: what is there already and equal is left alone.
 """
@@ -25,7 +26,7 @@ from typing import Final
 import msgspec
 
 from moorage import failpoints
-from moorage.errors import MoorageError, NotFound
+from moorage.errors import MoorageError, NoCapacity, NotFound
 from moorage.worker.layers import syscalls
 from moorage.worker.layers.changes import Change
 from moorage.worker.layers.extents import CutShort
@@ -81,6 +82,40 @@ def write_back(
     # A thread of its own: if taking back the owner's rights ever failed, nothing else would run with them.
     with ThreadPoolExecutor(1, thread_name_prefix="layers-writeback") as pool:
         return pool.submit(work).result()
+
+
+def bring_up(changes: Iterable[Change], merged: PodView, uppers: PodView, top: str) -> None:
+    """Make the overlay copy into its upper layers what changed but still lies below: the contents of renamed folders.
+
+    Raises `NoCapacity`.
+    """
+    for change in changes:
+        path = f"{top.rstrip('/')}/{os.fsdecode(change.path)}"
+        if change.kind == "deleted" or _is_there(uppers, path):
+            continue
+        parent, _, name = path.rpartition("/")
+        fd = merged.open(parent or "/")
+        try:
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            # Setting anything copies the file, and this sets what is there.
+            os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=fd, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+                raise
+            raise NoCapacity(
+                f"no space for the files of the folders that the pod renamed below {top}",
+                "free space on the file system of the worker's state folder, then finish the job again",
+            ) from None
+        finally:
+            os.close(fd)
+
+
+def _is_there(view: PodView, path: str) -> bool:
+    try:
+        os.close(view.open(path, follow=False))
+    except NotFound:
+        return False
+    return True
 
 
 @contextmanager
