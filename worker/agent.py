@@ -145,6 +145,14 @@ class Agent:
         timings = await pod.order("restore", 0, lambda: self._once(pod, restore.restore))
         return worker_pb2.PodReply(status=pod.status(), timings=timings)
 
+    def _older(self, fence: worker_pb2.Fence) -> list[Pod]:
+        """Pods of the same number and job whose incarnation was given up."""
+        return [
+            pod
+            for (job, incarnation, number), pod in self.pods.items()
+            if (job, number) == (fence.job, fence.pod) and incarnation < fence.incarnation
+        ]
+
     @staticmethod
     async def _once(pod: Pod, work: Callable[[Pod], Awaitable[dict[str, float]]]) -> dict[str, float]:
         """Carry out ``work`` unless an earlier order has done so already."""
@@ -177,6 +185,8 @@ class Agent:
             pod.save()
             self.pods[key] = pod
             pod.publish()
+            for older in self._older(fence):
+                self._retire(older)
         elif pod.record.manifest != manifest:
             raise Conflict(f"{pod.label} was made in another way already", "end it first")
         return pod
@@ -218,20 +228,13 @@ class Agent:
         """
         fence = request.fence
         self.check_epoch(fence.epoch)
-        doomed = [
-            pod
-            for (job, incarnation, number), pod in self.pods.items()
-            if (job, number) == (fence.job, fence.pod)
-            and (incarnation == fence.incarnation or (request.any_incarnation and incarnation < fence.incarnation))
-        ]
+        own = self.pods.get((fence.job, fence.incarnation, fence.pod))
+        doomed = ([own] if own else []) + (self._older(fence) if request.any_incarnation else [])
         await asyncio.gather(*(self._kill(pod, request.grace_seconds) for pod in sorted(doomed, key=_incarnation)))
         status = types_pb2.PodStatus(
             job=fence.job, pod=fence.pod, incarnation=fence.incarnation, node=self.node.name, phase="killed"
         )
-        for pod in doomed:
-            if pod.record.incarnation == fence.incarnation:
-                status = pod.status()
-        return worker_pb2.PodReply(status=status)
+        return worker_pb2.PodReply(status=own.status() if own else status)
 
     async def _kill(self, pod: Pod, grace: float) -> None:
         await pod_end.kill(pod, grace, "ordered by the coordinator")
@@ -244,9 +247,10 @@ class Agent:
             await self._remove(pod)
 
     async def _remove(self, pod: Pod) -> None:
-        await pod_end.remove(pod)
-        if self.pods.get(pod.key) is pod:
-            del self.pods[pod.key]
+        async with pod.removing:
+            if self.pods.get(pod.key) is pod:
+                await pod_end.remove(pod)
+                del self.pods[pod.key]
         if not any(job == pod.record.job for job, _, _ in self.pods):
             self._seen = pod_fence.forget(self._seen, pod.record.job)
 

@@ -151,7 +151,8 @@ async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[dict[str, f
             finished=pod.gone,
             bytes_total=record.image_bytes,
         )
-        stands = await pod.node.attempts(record.job).vote("captured", vote)
+        saving = asyncio.to_thread(attempt_capture.keep, pod)
+        stands, _ = await asyncio.gather(pod.node.attempts(record.job).vote("captured", vote), saving)
     if not stands:
         raise AttemptAborted(f"attempt {order.attempt} was settled before {pod.label} could vote")
     if record.kind == "stop":

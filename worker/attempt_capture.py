@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moorage.errors import MoorageError
-from moorage.worker import journal, pod_staging
+from moorage.worker import attempt_layer, journal, pod_staging
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.messages import JOURNAL_FILE, GuardStatus
 from moorage.worker.layers import CaptureIndex, LayerCapture, mapped_shared_writable
@@ -103,6 +103,12 @@ async def _drain(pod: Pod) -> GuardStatus:
 def _copy_layer(pod: Pod, target: Path, pids: list[int]) -> LayerCapture:
     target.mkdir(mode=0o700)
     return pod.layers.capture(target, usable_index(pod), mapped_shared_writable(pids))
+
+
+def keep(pod: Pod) -> None:
+    """Write down what a worker that follows needs to go on with the copy of the files. Raises `OSError`."""
+    if pod.record.staged is not None and pod.captured_layer is not None:
+        attempt_layer.save(pod.captured_layer, Path(pod.record.staged.staging))
 
 
 def usable_index(pod: Pod) -> CaptureIndex | None:

@@ -131,8 +131,8 @@ async def _outputs(process: asyncio.subprocess.Process) -> AsyncIterator[ExecOut
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill the command: runc is its parent, and does not take it along when it is killed itself."""
-    for pid in _children(process.pid):
+    """Kill the command and what it started: runc is its parent, and takes nothing along when it is killed itself."""
+    for pid in _descendants(process.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     try:
@@ -142,9 +142,10 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-def _children(pid: int) -> list[int]:
+def _descendants(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            found += [int(child) for child in task.read_text().split()]
+            for child in map(int, task.read_text().split()):
+                found += [child, *_descendants(child)]
     return found

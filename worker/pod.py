@@ -25,7 +25,7 @@ from moorage.v1.types_pb2 import JobSpec, PodStatus, RankStatus
 from moorage.worker import pod_record, pod_staging
 from moorage.worker.agent_hub import PodKey
 from moorage.worker.agent_node import Node
-from moorage.worker.guard.client import GuardClient
+from moorage.worker.guard.client import GuardClient, guard_alive
 from moorage.worker.guard.messages import GuardConfig, GuardStatus
 from moorage.worker.layers import CaptureIndex, LayerCapture, PodLayers
 from moorage.worker.network import MemberAddress, PodNetwork, PublishedPort
@@ -55,6 +55,7 @@ class Pod:
         self.over = asyncio.Event()  # no process of the pod is left
         self.dying = False
         self.lock = asyncio.Lock()
+        self.removing = asyncio.Lock()
         self.bytes_needed = 0  # the last preflight's estimate of a capture
         self.captured_layer: LayerCapture | None = None
         self.index: CaptureIndex | None = None
@@ -252,34 +253,39 @@ class Pod:
 
     async def disconnect(self) -> None:
         """Stop listening and close the connection; the guard lives on."""
-        tasks = [task for task in (self.guarding, self.watcher) if task is not None]
-        self.guarding = self.watcher = None
-        for task in tasks:
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.gather(*(task for task in tasks if task is not asyncio.current_task()), return_exceptions=True)
+        await self.stop_listening()
+        watcher, self.watcher = self.watcher, None
+        if watcher is not None and watcher is not asyncio.current_task():
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
         if self.guard is not None:
             await self.guard.close()
             self.guard = None
             self.guard_ready.clear()
 
-    async def dismiss_guard(self) -> None:
-        """End the guard of a pod that has no process any more. Does nothing when there is none."""
-        guard = self.guard
+    async def stop_listening(self) -> None:
+        """Hear no more of the guard's events, and put none in its place."""
         guarding, self.guarding = self.guarding, None
         if guarding is not None and guarding is not asyncio.current_task():
             guarding.cancel()
             await asyncio.gather(guarding, return_exceptions=True)
-        if guard is not None:
-            try:
-                await guard.exit()
-            except (Unavailable, NotFound):
-                pass
-            except MoorageError as error:
-                self.log.warning("the guard does not end", error=str(error))
-            await guard.close()
-        self.guard = None
+
+    async def dismiss_guard(self) -> None:
+        """End the guard of a pod that has no process any more. Does nothing when there is none."""
+        await self.stop_listening()
+        guard, self.guard = self.guard, None
         self.guard_ready.clear()
+        try:
+            if guard is None and guard_alive(self.folder):
+                guard = await GuardClient.connect(self.folder)
+            if guard is not None:
+                await guard.exit()
+        except Unavailable:
+            pass  # it has ended already
+        except MoorageError as error:
+            self.log.warning("the guard does not end", error=str(error))
+        if guard is not None:
+            await guard.close()
 
     # -- small facts for the orders
 

@@ -55,8 +55,6 @@ async def _kill_processes(pod: Pod, grace: float, reason: str) -> None:
 async def remove(pod: Pod) -> None:
     """Take away all that is left of a pod without processes: captures, mounts, folder. Idempotent."""
     await persist.cancel(pod)
-    if pod.watcher is not None and pod.watcher is not asyncio.current_task():
-        pod.watcher.cancel()
     await pod.disconnect()
     async with step("worker.kill.layers"):
         await asyncio.to_thread(_remove_folder, pod)

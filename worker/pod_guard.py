@@ -37,6 +37,7 @@ async def _greet(pod: Pod) -> None:
 
 async def undo(pod: Pod) -> None:
     """Take down whatever of a pod stands: processes, guard, network, mounts. Keeps the folder. Raises nothing."""
+    await pod.stop_listening()
     if pod.guard is not None:
         with contextlib.suppress(MoorageError):
             await pod.guard.kill(reason="it could not be started")
@@ -57,6 +58,9 @@ async def _listen(pod: Pod) -> None:
             async for event in pod.guard.events():
                 failures = 0
                 await _hear(pod, event)
+                if pod.gone:  # what is left of it is on disk
+                    await pod.dismiss_guard()
+                    return
         except Unavailable as error:
             pod.log.info("guard lost", error=str(error))
         pod.guard_ready.clear()
