@@ -78,7 +78,7 @@ def test_a_cluster_comes_up_is_hurt_in_every_way_and_goes_without_a_trace() -> N
         assert reachable(*endpoint)
         with cluster.isolated("node-2"):
             assert not reachable(*endpoint)
-        assert reachable(*endpoint)
+        until(lambda: reachable(*endpoint))
         listener = in_node(cluster, "node-1", "python3", "-m", "http.server", "8000", "--bind", "0.0.0.0")
         fetch = f"import urllib.request as u; u.urlopen('http://{record.node('node-1').address}:8000', timeout=5)"
         until(lambda: reachable(record.node("node-1").address, 8000))

@@ -19,18 +19,18 @@ TOO_MANY_STARTS = 4
 _LOG_LINES = 5
 
 
-async def _state(config: ClientConfig) -> tuple[bool, int]:
-    """Whether the coordinator leads, and how many nodes are live."""
+async def _state(config: ClientConfig) -> tuple[bool, set[str]]:
+    """Whether the coordinator leads, and the nodes that are live."""
     async with rpc.aio_channel(config.coordinators[0], config.tls) as channel:
         stub = coordinator_pb2_grpc.CoordinatorAsyncStub(channel)
         request = coordinator_pb2.StatusRequest()
         status = await rpc.unary(stub.Status, request, what="the coordinator", timeout=2.0)
         if not status.leading:
-            return False, 0
+            return False, set()
         listing = await rpc.unary(
             stub.ListNodes, coordinator_pb2.ListNodesRequest(), what="the coordinator", timeout=2.0
         )
-        return True, sum(1 for node in listing.nodes if node.live)
+        return True, {node.node for node in listing.nodes if node.live}
 
 
 def _last_lines(cluster: Cluster, role: str) -> str:
@@ -61,17 +61,19 @@ async def wait_ready(cluster: Cluster, seconds: float, progress: Callable[[str],
     config = load(cluster.folder / "client.toml", ClientConfig)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
+    wanted = {node.name for node in cluster.nodes}
     said = ""
     while True:
         try:
             leading, live = await _state(config)
         except MoorageError:
-            leading, live = False, 0
-        line = describe(leading, live, len(cluster.nodes))
+            leading, live = False, set()
+        missing = wanted - live  # a node that was destroyed just now may still count as live
+        line = describe(leading, len(wanted - missing), len(wanted))
         if line != said:
             progress(line)
             said = line
-        if leading and live >= len(cluster.nodes):
+        if leading and not missing:
             return
         if bad := failing(await asyncio.to_thread(control.status, cluster)):
             raise MoorageError(f"{bad[0]} does not stay up:\n{_last_lines(cluster, bad[0])}", "")
