@@ -84,15 +84,18 @@ def prune(dry_run: DryRun = False, output: Output = None) -> None:
 def pin(
     checkpoint: CheckpointArgument,
     unpin: Annotated[bool, typer.Option("--unpin", help="No longer keep it.")] = False,
+    dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
     """Keep a checkpoint, whatever --keep-last says."""
     form = output_format(output)
     with client() as api:
-        found = api.pin(checkpoint, unpin=unpin)
+        found = api.inspect(checkpoint).checkpoint if dry_run else api.pin(checkpoint, unpin=unpin)
+        if dry_run:
+            return write({"checkpoint": found.id, "pinned": found.pinned, "would": "unpin" if unpin else "pin"}, form)
         write(found, form) if form != "table" else write([found], form, columns=COLUMNS)
 
 
-def unpin(checkpoint: CheckpointArgument, output: Output = None) -> None:
+def unpin(checkpoint: CheckpointArgument, dry_run: DryRun = False, output: Output = None) -> None:
     """No longer keep a checkpoint that was pinned."""
-    pin(checkpoint, unpin=True, output=output)
+    pin(checkpoint, unpin=True, dry_run=dry_run, output=output)

@@ -10,7 +10,7 @@ import typer
 from moorage.cli.options import DryRun, Output, client, output_format
 from moorage.cli.output import bytes_text, progress, remark, write
 from moorage.cli.values import seconds
-from moorage.errors import EnvironmentLacking
+from moorage.errors import Conflict, EnvironmentLacking, NotFound
 
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
 Config = Annotated[Path, typer.Option("--config", metavar="FILE", help="The daemon's settings (TOML).")]
@@ -74,12 +74,18 @@ def up(
     name: Name = "dev",
     state: Annotated[Path | None, typer.Option(help="Folder of the cluster.")] = None,
     lease: Annotated[str, typer.Option(help="How long a node may be silent before it counts as lost.")] = "5s",
+    dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
     """Start etcd, a coordinator and N workers on this machine, each worker in a namespace that stands for a host."""
-    from moorage.dev import cluster
+    from moorage.dev import cluster, layout
 
     form = output_format(output)
+    if dry_run:
+        layout.check_name(name)
+        if name in layout.names():
+            raise Conflict(f"there is a cluster {name} already", f"moorage dev down --name {name}")
+        return write({"name": name, "nodes": nodes, "would": "start"}, form)
     with progress(f"cluster {name}") as update:
         made = cluster.up(
             nodes=nodes,
@@ -111,10 +117,15 @@ def down(name: Name = "dev", dry_run: DryRun = False) -> None:
     remark(f"cluster {name} is gone" if there else f"there is no cluster {name}")
 
 
-def destroy(node: Annotated[str, typer.Argument(metavar="NODE")], name: Name = "dev") -> None:
+def destroy(node: Annotated[str, typer.Argument(metavar="NODE")], name: Name = "dev", dry_run: DryRun = False) -> None:
     """Lose a node for good: all its processes are killed, its namespace and folder removed. Nobody is told."""
-    from moorage.dev import cluster
+    from moorage.dev import cluster, layout
 
+    if dry_run:
+        if node not in [known.name for known in layout.find(name).nodes]:
+            raise NotFound(f"cluster {name} has no node {node}", "see `moorage nodes`")
+        remark(f"would destroy node {node} of cluster {name}")
+        return
     cluster.destroy(name, node)
     remark(f"node {node} is gone")
 

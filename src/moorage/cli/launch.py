@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from moorage.cli.options import Output, client, output_format
-from moorage.cli.output import remark, write
+from moorage.cli.options import DryRun, Output, client, output_format
+from moorage.cli.output import message_fields, remark, write
 from moorage.cli.values import pairs, seconds, size
 from moorage.errors import NotFound, UsageError
 
@@ -66,7 +66,12 @@ def read_job_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _start(spec: Any, if_exists: str, *, detach: bool, output: str, printer_options: dict[str, Any]) -> int:
+def _start(
+    spec: Any, if_exists: str, *, detach: bool, dry_run: bool, output: str, printer_options: dict[str, Any]
+) -> int:
+    if dry_run:
+        write(message_fields(spec), output)
+        return 0
     from moorage.cli.follow import Printer, follow
 
     with client() as api:
@@ -107,6 +112,7 @@ def run(
     memory: Annotated[str | None, typer.Option(help="Memory limit of each pod.")] = None,
     publish: Annotated[list[str] | None, typer.Option(help="[POD@]HOST_PORT[:POD_PORT][/udp].")] = None,
     on: Annotated[str | None, typer.Option(help="Only on these nodes: NODE,NODE.")] = None,
+    dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
     """Run a command in one or several pods."""
@@ -163,7 +169,14 @@ def run(
         nodes=[str(node) for node in given.get("nodes", [])],
         labels={str(key): str(value) for key, value in given.get("labels", {}).items()},
     )
-    code = _start(spec, given.get("if_exists", "fail"), detach=detach, output=output_format(output), printer_options={})
+    code = _start(
+        spec,
+        given.get("if_exists", "fail"),
+        detach=detach,
+        dry_run=dry_run,
+        output=output_format(output),
+        printer_options={},
+    )
     raise typer.Exit(code)
 
 
@@ -223,6 +236,7 @@ def torchrun(context: typer.Context) -> None:
         spec,
         options["if_exists"],
         detach=options["detach"],
+        dry_run=options["dry_run"],
         output=output_format(options["output"]),
         printer_options=printer_options,
     )

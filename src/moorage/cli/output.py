@@ -87,6 +87,25 @@ def _fields(value: dict[str, Any], indent: str = "") -> None:
             sys.stdout.write(f"{indent}{name:<{width}}  {'' if text is None else text}\n")
 
 
+def message_fields(message: Any) -> dict[str, Any]:
+    """The fields of a protobuf message that are set, as dictionaries, lists, strings and numbers."""
+
+    def plain(field: Any, value: Any) -> Any:
+        if field.message_type is not None:
+            return message_fields(value)
+        return field.enum_type.values_by_number[value].name if field.enum_type is not None else value
+
+    found: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            found[field.name] = dict(value)
+        elif field.is_repeated:
+            found[field.name] = [plain(field, item) for item in value]
+        else:
+            found[field.name] = plain(field, value)
+    return found
+
+
 def remark(text: str) -> None:
     """A line for the person at the terminal, on stderr."""
     sys.stderr.write(text + "\n")

@@ -46,6 +46,7 @@ _RUN_PATH = "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0]
 _OWN = frozenset(
     (
         "detach",
+        "dry_run",
         "name",
         "checkpoint_every",
         "keep_last",
@@ -110,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     add("--virtual-local-rank", "--virtual_local_rank", action="store_true", help="LOCAL_RANK 0 for every rank")
     own = made.add_argument_group("moorage's flags").add_argument
     own("-d", "--detach", action="store_true", help="print the job's id and return")
+    own("--dry-run", action="store_true", help="print the job that would start, and start nothing")
     own("--name", default="", help="the job's name")
     own("--checkpoint-every", default="0", help="heartbeat, such as 10m (default: only when asked)")
     own("--keep-last", type=int, default=3, help="committed checkpoints to keep")
@@ -139,12 +141,16 @@ def _environment_defaults(made: argparse.ArgumentParser, environ: Mapping[str, s
     defaults: dict[str, Any] = {}
     for action in made._actions:
         value = environ.get(f"PET_{action.dest.upper()}")
-        if value is None or action.dest in ("script", "arguments", "help"):
+        own = action.dest in _OWN and action.dest != "virtual_local_rank"
+        if value is None or own or action.dest in ("script", "arguments", "help"):
             continue
         if isinstance(action.const, bool):
             defaults[action.dest] = value.lower() in ("1", "true", "yes")
         else:
-            defaults[action.dest] = action.type(value) if callable(action.type) else value
+            try:
+                defaults[action.dest] = action.type(value) if callable(action.type) else value
+            except ValueError:
+                raise UsageError(f"PET_{action.dest.upper()}={value}: not a number") from None
     made.set_defaults(**defaults)
 
 
