@@ -174,13 +174,11 @@ class Supervisor:
         }
 
     async def down(self) -> None:
-        """End the workers, then the coordinator, then etcd: each can still say good-bye to those after it."""
-        fixed = [roles.COORDINATOR, roles.ETCD]
-        workers = [one for name, one in self.processes.items() if name not in fixed]
-        await asyncio.gather(*(worker.stop(signal.SIGTERM) for worker in workers))
-        for name in fixed:
-            if name in self.processes:
-                await self.processes[name].stop(signal.SIGTERM)
+        """End the coordinator, then the workers, then etcd: nobody shall mourn the workers, and all may tell etcd."""
+        workers = [name for name in self.processes if name not in (roles.COORDINATOR, roles.ETCD)]
+        for names in ([roles.COORDINATOR], workers, [roles.ETCD]):
+            known = [self.processes[name] for name in names if name in self.processes]
+            await asyncio.gather(*(one.stop(signal.SIGTERM) for one in known))
         self.over.set()
 
     async def order(self, request: dict[str, Any]) -> dict[str, Any]:
