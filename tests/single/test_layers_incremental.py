@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moorage.worker.layers import CaptureIndex, PodLayers, mapped_shared_writable
+from moorage.worker.layers import CaptureIndex, LayerCapture, PodLayers, mapped_shared_writable
 from moorage.worker.layers.syscalls import CLOCK_REALTIME_COARSE
 from tests.support.layers import Bench, bench, picture
 
@@ -119,6 +119,18 @@ def test_the_index_survives_its_encoding(place: Bench) -> None:
     _, index, _ = place.capture(pod)
     _, _, capture = place.capture(pod, CaptureIndex.decode(index.encode()))
     assert capture.bytes_new == 0
+
+
+def test_a_capture_survives_its_encoding(place: Bench) -> None:
+    pod = place.start()
+    for number in range(3):
+        (pod.root / f"job/{number}").write_bytes(os.urandom(200_000 * number))
+    _, index, _ = place.capture(pod)
+    (pod.root / "job/new").write_text("x")
+    again = LayerCapture.decode(pod.capture(place.top / "staging", index).encode())
+    tree, index = place.store.persist(again)
+    assert not (place.top / "staging/layers").exists()
+    assert picture(place.restore(tree, index)[0].root) == picture(pod.root)
 
 
 def test_packs_of_which_most_is_dead_are_written_anew(place: Bench) -> None:

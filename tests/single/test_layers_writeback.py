@@ -334,6 +334,17 @@ def test_folders_that_are_hidden_from_the_pod_are_never_deleted(place: Bench) ->
     assert (place.job / ".moorage/store").read_text() == "precious"
 
 
+def test_what_moorage_put_there_is_no_result_and_the_root_has_none(place: Bench) -> None:
+    pod = _start(place)
+    pod.put(f"{place.job}/resolv.conf", b"nameserver 10.0.0.1")
+    (_inside(place, pod) / "result").write_text("x")
+    assert _write_back(PodLayers.load(pod.folder)).written == ["result"]
+    root = place.start(image=None, working_directory="/")
+    (root.root / "moorage-test-result").write_text("x")
+    assert root.write_back(uid=0, gid=0, job="j1", pod=0) == WriteBack()
+    assert not Path("/moorage-test-result").exists()
+
+
 def test_results_go_to_another_folder_and_to_none(place: Bench) -> None:
     pod = _start(place)
     (_inside(place, pod) / "file").write_text("x")

@@ -192,6 +192,9 @@ class PodLayers:
     def put(self, path: str, data: bytes, *, mode: int = 0o644, uid: int = 0, gid: int = 0) -> None:
         """Write a file of the mounted root before the pod starts, replacing what is there (a symlink too)."""
         self._need_mounted()
+        if path not in self._state.placed:
+            self._state = msgspec.structs.replace(self._state, placed=(*self._state.placed, path))
+            self._state.save(self.folder)
         put_file(self._view, path, data, mode, uid, gid)
 
     def make_folder(self, path: str, *, mode: int = 0o755, uid: int = 0, gid: int = 0) -> None:
@@ -229,13 +232,14 @@ class PodLayers:
     def changed_below(self, path: str = "") -> Iterator[Change]:
         """What the pod created, modified or deleted below ``path`` (default: the working directory), parents first.
 
+        What moorage itself `put` there does not count, and neither does what lies on a live mount.
         The overlays must be mounted. Raises `NotFound`; `UsageError` for a path on a live mount.
         """
         self._need_mounted()
         place, fd = self._view.locate(self._absolute(path))
         os.close(fd)
         below_place = [layer for layer in self._layers if layer.mountpoint != place and below(layer.mountpoint, place)]
-        apart = [layer.mountpoint for layer in below_place] + list(self._state.live)
+        apart = [layer.mountpoint for layer in below_place] + [*self._state.live, *self._state.placed]
         tops = [(self._layer_of(place), place), *((layer, layer.mountpoint) for layer in below_place)]
         for layer, top in tops:
             prefix = _relative(top, place)
@@ -264,12 +268,15 @@ class PodLayers:
         ``target`` defaults to the working directory's own path. A file that the host changed since the job started is
         left alone; the pod's is written beside it as ``NAME.moorage-<job>-<pod>``. Symlinks are never followed.
         Failures of single files are in the report. The pod's processes must have ended; the overlays are mounted.
+        A job whose working directory is ``/`` has no results: everything that any program wrote would be one.
         Raises `NotFound`, `MoorageError`.
         """
         if any(below(self.working_directory, mount) for mount in self._state.live):
             return WriteBack()  # it was written there all along
         place, fd = self._view.locate(self.working_directory)
         os.close(fd)
+        if place == "/":
+            return WriteBack()
         changes = list(self.changed_below())
         # The target is the lower layer as well. Once it is written to, only the upper layers can be relied on.
         uppers = PodView({layer.mountpoint: layer.upper for layer in self._layers}, self._state.live)

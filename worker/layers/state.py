@@ -32,6 +32,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     started_ns: int
     boot: str
     layers: tuple[Planned, ...]
+    placed: tuple[str, ...] = ()  # files that moorage itself put there: no results of the job
 
     def save(self, folder: Path) -> None:
         data = msgspec.json.format(msgspec.json.encode(self))
