@@ -169,8 +169,12 @@ class EtcdClient:
         """
         idempotent = settle.read_only(success) and settle.read_only(failure)
         request = wire.txn(compare, success, failure)
+        # A request that a dead leader swallowed is answered by nobody: better ask again soon, where that is safe.
+        hasty = not idempotent and bool(settle.own_fences(compare, success)) and settle.read_only(failure)
         try:
-            reply = await self.transport.call("KV.Txn", request, timeout=self.timeout, idempotent=idempotent)
+            reply = await self.transport.call(
+                "KV.Txn", request, timeout=self.timeout, idempotent=idempotent, hasty=hasty
+            )
         except AnswerLost as lost:
             return await self._settle(compare, success, failure, lost)
         return wire.txn_result(reply)
@@ -214,7 +218,9 @@ class EtcdClient:
         lease = secrets.randbits(62) + 1
         request = rpc_pb2.LeaseGrantRequest(TTL=ttl, ID=lease)
         try:
-            reply = await self._once("Lease.LeaseGrant", request)
+            reply = await self.transport.call(
+                "Lease.LeaseGrant", request, timeout=self.timeout, idempotent=False, hasty=True
+            )
         except AnswerLost:
             try:
                 reply = await self.transport.call("Lease.LeaseGrant", request, timeout=self.timeout, idempotent=True)

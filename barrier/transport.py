@@ -8,8 +8,9 @@ whether the request was executed (`AnswerLost`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -100,6 +101,7 @@ class Transport:
         self._endpoints: list[Endpoint] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
+        self._calls: set[Any] = set()
         self.closed = False
         self.where = ",".join(self._targets)
 
@@ -129,6 +131,8 @@ class Transport:
     async def close(self) -> None:
         """Close all connections. Calls in flight fail."""
         self.closed = True
+        for call in list(self._calls):
+            call.cancel()
         await asyncio.gather(*(endpoint.channel.close(None) for endpoint in self._endpoints), return_exceptions=True)
         # Not cancelled but awaited: gRPC would complete the abandoned wait later, perhaps after the loop has ended.
         _, late = await asyncio.wait(self._watchers, timeout=1) if self._watchers else (None, ())
@@ -215,6 +219,16 @@ class Transport:
         if self.closed and not (task and task.cancelling()):
             raise Unavailable(f"the client of etcd at {self.where} was closed")
 
+    @contextlib.contextmanager
+    def tracked(self, call: Any) -> Iterator[Any]:
+        """Let `close` end ``call``, and end it in any case when the block is left."""
+        self._calls.add(call)
+        try:
+            yield call
+        finally:
+            self._calls.discard(call)
+            call.cancel()  # does nothing to a call that has ended
+
     def suspect(self, endpoint: Endpoint) -> None:
         """Prefer other endpoints for a while."""
         endpoint.suspect_until = asyncio.get_running_loop().time() + _SUSPECT_SECONDS
@@ -249,11 +263,21 @@ class Transport:
         if dict(metadata).get("token", "") == self._token:
             self._token = ""
 
-    async def call(self, method: str, request: Any, *, timeout: float, idempotent: bool, stream: bool = False) -> Any:
+    async def call(
+        self,
+        method: str,
+        request: Any,
+        *,
+        timeout: float,
+        idempotent: bool,
+        hasty: bool = False,
+        stream: bool = False,
+    ) -> Any:
         """Make one request and return its answer, within ``timeout`` seconds.
 
         Sent again while it surely was not executed, and with ``idempotent`` also when that is open. Otherwise
-        `AnswerLost`. ``stream``: the method streams both ways and answers each message with one.
+        `AnswerLost`. ``hasty``: do not wait all of the time for one answer, the caller knows what to do without it.
+        ``stream``: the method streams both ways and answers each message with one.
         Raises `Unavailable` (surely not executed, unless idempotent) or what `refusal` makes of etcd's answer.
         """
         loop = asyncio.get_running_loop()
@@ -262,7 +286,7 @@ class Transport:
         while True:
             endpoint = await self.connected(deadline)
             left = max(0.05, deadline - loop.time())
-            if idempotent and len(self._endpoints) > 1:
+            if hasty or (idempotent and len(self._endpoints) > 1):
                 left = max(left / 2, min(left, 0.5))  # leave time for another endpoint
             sent = False
             metadata: Metadata = ()
@@ -271,8 +295,10 @@ class Transport:
                 sent = True
                 function = endpoint.method(method)
                 if stream:
-                    return await _exchange(function(timeout=left, metadata=metadata), request)
-                return await function(request, timeout=left, metadata=metadata)
+                    with self.tracked(function(timeout=left, metadata=metadata)) as call:
+                        return await _exchange(call, request)
+                with self.tracked(function(request, timeout=left, metadata=metadata)) as call:
+                    return await call
             except asyncio.CancelledError:
                 self.raise_if_closed()
                 raise
@@ -311,5 +337,3 @@ async def _exchange(call: Any, request: Any) -> Any:
         if answered:
             return reply
         raise
-    finally:
-        call.cancel()

@@ -79,31 +79,31 @@ async def _stream(client: EtcdClient, prefix: str, following: int) -> AsyncGener
     transport: Transport = client.transport
     endpoint = await transport.connected(asyncio.get_running_loop().time() + _PATIENCE)
     metadata = await transport.metadata(endpoint, asyncio.get_running_loop().time() + client.timeout)
-    call = endpoint.method("Watch.Watch")(metadata=metadata)
     create = rpc_pb2.WatchCreateRequest(
         key=prefix.encode(), range_end=wire.range_end(prefix), start_revision=following, progress_notify=True,
         fragment=True,
     )  # fmt: skip
     parts: list[Event] = []
     try:
-        await call.write(rpc_pb2.WatchRequest(create_request=create))
-        while (reply := await call.read()) is not EOF:
-            if reply.canceled:
-                _cancelled(transport, metadata, endpoint.target, reply)
-                return
-            if reply.created:
-                await _check_history(client, prefix, following, reply.header.revision)
-                continue
-            parts.extend(wire.event(event) for event in reply.events)
-            if reply.fragment:
-                continue  # the rest of the same revision is still to come
-            news = tuple(event for event in parts if wire.revision_of(event) >= following)
-            parts = []
-            # An answer without events is a progress notice: nothing up to its revision is outstanding.
-            revision = max(map(wire.revision_of, news)) if news else reply.header.revision
-            if revision >= following:
-                following = revision + 1
-                yield WatchBatch(revision, news)
+        with transport.tracked(endpoint.method("Watch.Watch")(metadata=metadata)) as call:
+            await call.write(rpc_pb2.WatchRequest(create_request=create))
+            while (reply := await call.read()) is not EOF:
+                if reply.canceled:
+                    _cancelled(transport, metadata, endpoint.target, reply)
+                    return
+                if reply.created:
+                    await _check_history(client, prefix, following, reply.header.revision)
+                    continue
+                parts.extend(wire.event(event) for event in reply.events)
+                if reply.fragment:
+                    continue  # the rest of the same revision is still to come
+                news = tuple(event for event in parts if wire.revision_of(event) >= following)
+                parts = []
+                # An answer without events is a progress notice: nothing up to its revision is outstanding.
+                revision = max(map(wire.revision_of, news)) if news else reply.header.revision
+                if revision >= following:
+                    following = revision + 1
+                    yield WatchBatch(revision, news)
     except asyncio.CancelledError:
         transport.raise_if_closed()
         raise
@@ -117,8 +117,6 @@ async def _stream(client: EtcdClient, prefix: str, following: int) -> AsyncGener
         else:
             transport.suspect(endpoint)
         raise
-    finally:
-        call.cancel()
 
 
 def _cancelled(transport: Transport, metadata: Any, target: str, reply: rpc_pb2.WatchResponse) -> None:
