@@ -38,14 +38,17 @@ def shell(script: str, rank: int = 0) -> podinit.Rank:
 
 
 def python(script: str, rank: int = 0) -> podinit.Rank:
-    """A rank that runs a Python program."""
-    return podinit.Rank(rank=rank, argv=[sys.executable, "-c", script])
+    """A rank that runs a Python program, with an interpreter that any user may start."""
+    interpreter = shutil.which("python3", path=PATH) or sys.executable
+    return podinit.Rank(rank=rank, argv=[interpreter, "-c", script])
 
 
 class PodLab:
     """One pod's surroundings. Several may follow one another (`successor`), as after a restore."""
 
-    def __init__(self, base: Path, *, etcd: EtcdAccess = NO_ETCD, links: Sequence[str] = ()) -> None:
+    def __init__(
+        self, base: Path, *, etcd: EtcdAccess = NO_ETCD, links: Sequence[str] = (), family: list[PodLab] | None = None
+    ) -> None:
         self.name = f"mt{secrets.token_hex(4)}"
         self.base = base
         self.etcd = etcd
@@ -55,12 +58,15 @@ class PodLab:
         self.upper = self.folder / "upper"
         self.cgroup = PodCgroup(f"/moorage-test/{self.name}")
         self._clients: list[GuardClient] = []
+        self.family = [] if family is None else family
+        self.family.append(self)
 
     def prepare(self) -> None:
         """Folder, overlay and network namespace."""
         for name in ("upper", "work", "merged"):
             (self.folder / name).mkdir(parents=True, mode=0o700, exist_ok=True)
         self.folder.chmod(0o700)
+        self.upper.chmod(0o755)  # is the mode of the pod's root folder
         self.mount()
         _call("ip", "netns", "add", self.name)
         _call("ip", "-n", self.name, "link", "set", "lo", "up")
@@ -103,7 +109,7 @@ class PodLab:
 
     def successor(self) -> PodLab:
         """A pod laid from this one's upper layer and journal, as a restore on another node lays it."""
-        lab = PodLab(self.base, etcd=self.etcd, links=self.links)
+        lab = PodLab(self.base, etcd=self.etcd, links=self.links, family=self.family)
         lab.folder.mkdir(mode=0o700)
         _call("cp", "-a", str(self.upper), str(lab.upper))
         journal.export(self.folder / "journal", lab.folder / "journal.exported")
@@ -140,7 +146,8 @@ class PodLab:
             self.cgroup.folder.parent.rmdir()
         await asyncio.to_thread(_call, "umount", str(self.root), check=False)
         await asyncio.to_thread(_call, "ip", "netns", "del", self.name, check=False)
-        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+        if not self.root.is_mount():  # else files would be removed through the mount
+            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
 
 def kill_guard(folder: Path) -> None:
@@ -163,23 +170,13 @@ def kill_guard(folder: Path) -> None:
 @contextlib.asynccontextmanager
 async def pod_lab(base: Path, **changes: Any) -> AsyncIterator[PodLab]:
     """A prepared `PodLab`, and its successors, removed at the end."""
-    labs: list[PodLab] = []
-    first = PodLab(base, **changes)
-    labs.append(first)
-    make = first.successor
-
-    def successor() -> PodLab:
-        lab = make()
-        labs.append(lab)
-        return lab
-
-    first.successor = successor  # type: ignore[method-assign]
+    lab = PodLab(base, **changes)
     try:
-        first.prepare()
-        yield first
+        lab.prepare()
+        yield lab
     finally:
-        for lab in labs:
-            await lab.remove()
+        for member in lab.family:
+            await member.remove()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -212,9 +212,9 @@ class Container:
 
     async def _finish(self, code: int) -> None:
         await failpoints.hit("guard.ended.before")
+        await self._remove()  # before it is told, so that whoever hears "exited" finds nothing left
         self.story.tell(exit_code=code, operation=None)
         log.info("the pod has ended", code=code, killed=self.story.now.killed)
-        await self._remove()
         self.gone.set()
         self._changed("ended", -1)
         await failpoints.hit("guard.ended.after")

@@ -13,12 +13,12 @@ from pathlib import Path
 import structlog
 
 from moorage import failpoints
-from moorage.errors import Conflict, Fenced, MoorageError
+from moorage.errors import Conflict, Fenced, MoorageError, Refused
 from moorage.worker.guard.container import KILLED, Changed, Container
 from moorage.worker.guard.kernel import set_link
 from moorage.worker.guard.messages import GuardConfig, GuardStatus, PodPhase, RankState
 from moorage.worker.guard.state import Story
-from moorage.worker.sandbox import criu
+from moorage.worker.sandbox import criu, vfork
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +27,7 @@ failpoints.declare(*(f"guard.{name}.{step}" for name in _OPERATIONS for step in 
 
 #: Operations in which CRIU or runc works inside the pod's cgroup: freezing it then would stop them, not the pod.
 _INSIDE = ("start", "restore", "checkpoint")
+_VFORK_SECONDS = 5.0
 
 
 class Pod:
@@ -142,6 +143,7 @@ class Pod:
             self._need_alive("frozen")
             self._story.tell(desired="freeze", reason=reason)
             await self._settle()
+            await self._outside_vfork()
         return timings
 
     async def thaw(self, reason: str) -> dict[str, float]:
@@ -254,6 +256,22 @@ class Pod:
                 timings[name] = time.monotonic() - begin
             log.info("operation done", operation=name, seconds=round(timings[name], 4))
             await failpoints.hit(f"guard.{name}.after")
+
+    async def _outside_vfork(self) -> None:
+        """Let a pod that was frozen in the middle of a vfork, where it cannot be saved, run on until it stands outside
+        of one. A fenced pod stays as it is. Raises `Refused`, with the pod frozen, when it never does."""
+        end = time.monotonic() + _VFORK_SECONDS
+        pause = 0.001
+        while (found := vfork.pending(self.container.cgroup.processes())) and not self.fenced:
+            if time.monotonic() >= end:
+                who = f"process {found[0].name} (pid {found[0].parent})"
+                raise Refused(
+                    f"{who} has a child in its memory that does not call exec", "see what the child waits for"
+                )
+            await self.container.cgroup.thaw()
+            await asyncio.sleep(pause)
+            await self.container.cgroup.freeze()
+            pause = min(pause * 2, 0.1)
 
     async def _launch(self, run: Callable[..., Awaitable[None]], name: str) -> None:
         try:

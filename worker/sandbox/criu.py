@@ -18,8 +18,8 @@ HOLD_FILE: Final = "criu-hold.sh"
 _OPTIONS: Final = (
     "tcp-established",
     "file-locks",
-    # Deleted files that are still open (shared memory, temporary files) are saved whatever their size.
-    "ghost-limit 1T",
+    # Deleted files that are still open (shared memory, temporary files) are saved whatever their size; CRIU knows no T.
+    "ghost-limit 1024G",
     # The linked library; the default needs the iptables programs.
     "network-lock nftables",
 )

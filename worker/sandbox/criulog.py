@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from moorage.errors import MoorageError, Refused
+from moorage.errors import EnvironmentLacking, MoorageError, Refused
 
 _ERROR: Final = re.compile(r"^\([\d.]+\)\s+(?:(?P<pid>\d+): )?Error \((?P<place>[^)]*)\): ?(?P<text>.*)$")
 _TASK: Final = re.compile(
@@ -98,7 +98,22 @@ _REFUSALS: Final = (
         "unmount it, or give it with --mount",
     ),
     _rule(r"nested (?:pid|user) namespace|Can't dump nested", "a namespace that a process of the pod made", "end it"),
+    _rule(
+        r"Timeout reached. Try to interrupt|Unseizable non-zombie",
+        "a process that does not stop: it waits in the kernel, for a child after vfork or for a file system",
+        "try again; if it stays, see /proc/PID/stack",
+    ),
     _rule(r"io_uring", "an io_uring instance", "use epoll: the pod answers ENOSYS to io_uring_setup"),
+)
+
+#: What the machine lacks: an error of the machine, not of the pod.
+_LACKS: Final = (
+    _rule(
+        r"Can't [gs]et rlimit .*Operation not permitted",
+        "root lacks CAP_SYS_RESOURCE here, without which CRIU cannot save or restore processes of another user",
+        "run the worker with all capabilities, or the job as root",
+    ),
+    _rule(r"No space left on device", "no space is left on this node's disk", "make room"),
 )
 
 _RESTORE: Final = (
@@ -129,7 +144,6 @@ _RESTORE: Final = (
     ),
     _rule(r"Pid \d+ do not match|pid.*already exists|EEXIST.*pid", "a process id of the pod is taken", "restore again"),
     _rule(r"Cannot allocate memory|Can't mmap.*ENOMEM", "too little memory on this node", "restore on another node"),
-    _rule(r"No space left on device", "no space left on this node's disk", "make room, or restore on another node"),
 )
 
 
@@ -167,11 +181,15 @@ def explain(log: str, operation: str, words: str, path: Path) -> MoorageError:
     """The error to raise when ``operation`` (``checkpoint`` or ``restore``) has failed.
 
     ``words`` is what runc said, used when CRIU's ``log`` (the file at ``path``) explains nothing. `Refused` names what
-    cannot be saved, by process and descriptor; anything else is a `MoorageError`.
+    cannot be saved, by process and descriptor, `EnvironmentLacking` what the machine lacks; anything else is a
+    `MoorageError`.
     """
     found = list(findings(log))
     saving = operation == "checkpoint"
     for finding in found:
+        for rule in _LACKS:
+            if rule.pattern.search(finding.text):
+                return EnvironmentLacking(f"CRIU's {operation} failed: {rule.meaning}", rule.cure)
         for rule in _REFUSALS if saving else _RESTORE:
             if (match := rule.pattern.search(finding.text)) is None:
                 continue

@@ -10,7 +10,8 @@ from typing import Final
 Limits = Mapping[str, tuple[int, int]]
 
 _UNLIMITED: Final = 2**64 - 1  # as the kernel and runc write it; Python's resource module says -1
-_CAP_SYS_RESOURCE: Final = 24
+#: Root inside a container often lacks it; CRIU cannot save processes of another user without.
+CAP_SYS_RESOURCE: Final = 24
 
 
 def clamp(wanted: Limits, hard_limits: Mapping[str, int], *, may_raise: bool) -> dict[str, tuple[int, int]]:
@@ -32,10 +33,11 @@ def permitted(wanted: Limits) -> dict[str, tuple[int, int]]:
     for name in wanted:
         hard = resource.getrlimit(getattr(resource, name))[1]
         hard_limits[name] = _UNLIMITED if hard == resource.RLIM_INFINITY else hard
-    return clamp(wanted, hard_limits, may_raise=_has_capability(_CAP_SYS_RESOURCE))
+    return clamp(wanted, hard_limits, may_raise=has_capability(CAP_SYS_RESOURCE))
 
 
-def _has_capability(number: int) -> bool:
+def has_capability(number: int) -> bool:
+    """Whether this process has that capability in effect."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> number & 1)
