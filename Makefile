@@ -62,7 +62,7 @@ native-test: $(STAMPS)/native-test ## build native/ with sanitizers and run its 
 
 $(STAMPS)/native-test: $(NATIVE) $(STAMPS)/installed
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
-	  -DCMAKE_BUILD_TYPE=Debug -DMOORAGE_SANITIZE=ON -DMOORAGE_TESTS=ON >build/sanitize.log || { cat build/sanitize.log; exit 1; }
+	  -DCMAKE_BUILD_TYPE=Debug -DMOORAGE_SANITIZE=ON >build/sanitize.log || { cat build/sanitize.log; exit 1; }
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure --no-tests=ignore
 	touch $@
