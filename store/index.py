@@ -38,11 +38,14 @@ class IndexObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Condemned(msgspec.Struct, frozen=True, kw_only=True):
-    """Packs that prune will delete. A pack that is named here once is never used for a new checkpoint again."""
+    """What prune will delete: paths of packs, or of manifests. What is named here once is never used again.
+
+    That this is final is what makes deleting safe: a prune that was stopped may delete it at any later time.
+    """
 
     version: int = 1
     generation: int
-    packs: list[str]
+    objects: list[str]
 
 
 class Location(NamedTuple):
@@ -64,11 +67,12 @@ class ChunkIndex:
         self._read = read
         self._lock = threading.Lock()
         self._loaded: dict[str, list[str]] = {}  # index object -> its packs
-        self._condemned: dict[str, frozenset[str]] = {}  # record -> packs
+        self._condemned: dict[str, frozenset[str]] = {}  # record -> paths
         self._packs: list[str] = []  # number -> name
         self._numbers: dict[str, int] = {}
         self._live: dict[bytes, int] = {}
         self._dying: dict[bytes, int] = {}  # only in condemned packs
+        self._missing: set[str] = set()
         self._damaged: dict[str, str] = {}
         self._fresh = False
 
@@ -95,13 +99,19 @@ class ChunkIndex:
         return dict(self._loaded)
 
     @property
+    def missing(self) -> frozenset[str]:
+        """Packs that an index object names and that did not exist when it was loaded."""
+        return frozenset(self._missing)
+
+    @property
     def damaged(self) -> dict[str, str]:
         """Index objects that cannot be read, and what is wrong. Their packs count as unknown."""
         return dict(self._damaged)
 
     @property
     def condemned(self) -> frozenset[str]:
-        return frozenset(pack for packs in self._condemned.values() for pack in packs)
+        """Paths of all packs and manifests that are condemned and not yet deleted."""
+        return _paths(self._condemned)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -140,16 +150,17 @@ class ChunkIndex:
                 records[name] = self._condemned.get(name) or self._decode_condemned(name)
         except NotFound:
             return False  # prune replaced it since the listing
-        condemned = frozenset(pack for packs in records.values() for pack in packs)
+        condemned = frozenset(path.removeprefix("packs/") for path in _paths(records))
         doubtful = {pack for name in gone for pack in self._loaded[name]}
         doubtful |= {record.pack for object_ in found.values() for record in object_.packs}
         missing = {pack for pack in doubtful if self._backend.stat(f"packs/{pack}") is None}
-        lost = missing | (condemned - self.condemned)
-        if any(pack in self._numbers for pack in lost):
+        known = frozenset(path.removeprefix("packs/") for path in self.condemned)
+        if any(pack in self._numbers for pack in missing | (condemned - known)):
             self._drop(missing, condemned)
         for name in gone:
             del self._loaded[name]
         self._condemned, self._damaged = records, damaged
+        self._missing = (self._missing & {pack for packs in self._loaded.values() for pack in packs}) | missing
         for name, object_ in found.items():
             for record in object_.packs:
                 if record.pack not in missing:
@@ -168,7 +179,7 @@ class ChunkIndex:
 
     def _decode_condemned(self, name: str) -> frozenset[str]:
         try:
-            return frozenset(msgspec.msgpack.decode(self._read(name, fmt.KIND_CONDEMNED), type=Condemned).packs)
+            return frozenset(msgspec.msgpack.decode(self._read(name, fmt.KIND_CONDEMNED), type=Condemned).objects)
         except (CorruptData, msgspec.MsgspecError) as error:
             raise CorruptData(
                 f"{name} in {self._backend.location} is damaged: {error}",
@@ -197,3 +208,7 @@ class ChunkIndex:
             for record in packs:
                 self._add(record.pack, fmt.decode_entries(record.entries, name), dying=False)
             self._loaded[name] = [record.pack for record in packs]
+
+
+def _paths(records: dict[str, frozenset[str]]) -> frozenset[str]:
+    return frozenset(path for paths in records.values() for path in paths)

@@ -62,6 +62,11 @@ class PodManifest(msgspec.Struct, frozen=True, kw_only=True):
         if self.journal is not None:
             yield "journal", "journal", self.journal
 
+    def chunks(self) -> Iterator[tuple[bytes, int]]:
+        """Name and length of every stored chunk that this manifest needs, some more than once."""
+        for _, _, content in self.contents():
+            yield from ((chunk.name, chunk.length) for chunk in content.chunks if chunk.name)
+
 
 class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):
     """A whole checkpoint: ``pods`` are the names of the pod manifests, pod 0 first."""

@@ -55,8 +55,8 @@ class PackSet:
     def filled(self, name: str, sink: Sink, size: int, entries: list[fmt.PackEntry], seconds: float) -> None:
         """A pack is complete. Waits if too many packs are not on the medium yet."""
         record = PackRecord(name, size, fmt.encode_entries(entries))
+        future = self._syncer.submit(self._sync, name, sink, record, seconds)
         with self._lock:
-            future = self._syncer.submit(self._sync, name, sink, record, seconds)
             self._syncing.append(future)
             oldest = self._syncing[-_UNSYNCED_PACKS] if len(self._syncing) >= _UNSYNCED_PACKS else None
         if oldest is not None:

@@ -15,7 +15,6 @@ class PackView(NamedTuple):
     size: int
     modified: float
     used: int
-    indexed: bool
     condemned: bool
 
 
@@ -44,14 +43,14 @@ def plan_packs(packs: Iterable[PackView], *, protect_after: float, owners: Colle
 
 
 class RecordView(NamedTuple):
-    """A condemnation: by which generation, which packs, and which leases were alive afterwards (None: not known).
+    """A condemnation: by which generation, of what, and which leases were alive afterwards (None: not known).
 
     ``age`` is in seconds since those leases were written down.
     """
 
     name: str
     generation: int
-    packs: frozenset[str]
+    objects: frozenset[str]
     leases: frozenset[str] | None
     age: float
 
@@ -59,10 +58,10 @@ class RecordView(NamedTuple):
 def deletable(
     records: Iterable[RecordView], *, generation: int, active: Collection[str], settle: float, needed: Collection[str]
 ) -> list[RecordView]:
-    """The records whose packs may be deleted now.
+    """The records whose packs or manifests may be deleted now.
 
     All of: condemned by an earlier generation; every lease that was alive then is gone; other hosts' listings have
-    settled; none of its packs is ``needed`` (holds a live chunk that has no other place).
+    settled; nothing of it is ``needed`` (a pack that holds a live chunk which has no other place, a live manifest).
     """
     return [
         record
@@ -71,5 +70,5 @@ def deletable(
         and record.leases is not None
         and record.leases.isdisjoint(active)
         and record.age >= settle
-        and record.packs.isdisjoint(needed)
+        and record.objects.isdisjoint(needed)
     ]

@@ -17,12 +17,13 @@ from moorage.store import format as fmt
 from moorage.store.backend import Backend
 from moorage.store.check import CheckResult, Usage, check, usage
 from moorage.store.codec import Rate
+from moorage.store.copying import confirm
 from moorage.store.index import ChunkIndex, IndexObject, PackRecord
 from moorage.store.keys import StoreKey
 from moorage.store.leases import FileLeases, LeaseKeeper
 from moorage.store.manifests import Content, GlobalManifest, PodManifest
 from moorage.store.packs import PackSet
-from moorage.store.prune import Pruner, PruneResult
+from moorage.store.prune import Pruner, PruneResult, wait_for_rival
 from moorage.store.reader import Reader
 from moorage.store.writer import Writer
 
@@ -124,7 +125,7 @@ class Store:
         """
         lease = self.leases.acquire("read", label, [global_manifest])
         try:
-            Pruner.wait_for_rival(self.leases, global_manifest)
+            wait_for_rival(self.leases, global_manifest)
             yield self.read_global_manifest(global_manifest)
         finally:
             lease.close()
@@ -185,7 +186,7 @@ class Store:
         generation was read: chunks that prune condemned meanwhile are copied to new packs. Raises `CorruptData` if
         something is gone; the attempt then has to be given up.
         """
-        Pruner(self).confirm(global_manifest)
+        confirm(self, global_manifest)
 
     def prune(
         self, keep: Collection[str], *, generation: int, protect_after: float, dry_run: bool = False
@@ -197,7 +198,8 @@ class Store:
         two calls: the first condemns, a later one (with a higher generation) deletes.
         Raises `Fenced` if that or a later generation has pruned already, `NotFound` if a kept manifest is missing.
         """
-        return Pruner(self).run(keep, generation=generation, protect_after=protect_after, dry_run=dry_run)
+        pruner = Pruner(self, keep, generation=generation, protect_after=protect_after, dry_run=dry_run)
+        return pruner.run()
 
     def usage(self, global_manifest: str) -> dict[str, Usage]:
         """Bytes by kind of data of one checkpoint, plain and as stored, each chunk counted once. Raises `NotFound`."""

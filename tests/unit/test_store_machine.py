@@ -1,0 +1,465 @@
+"""Writers, readers, prunes and crashes, interleaved at random, against a model: no committed checkpoint loses a byte.
+
+The machine plays the coordinator as well: it raises the generation, reads what is committed, prunes, and commits an
+attempt only if the generation did not rise since the attempt's start, or after `Store.confirm`. Hosts are separate
+`Store` objects on one folder; time is logical; a crash stops a host at any single operation on the storage, and nothing
+that the dying code still tries to clean up has an effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from moorage import failpoints
+from moorage.errors import CorruptData, MoorageError, NotFound
+from moorage.store import Content, GlobalManifest, PodManifest, Store, Writer, config, packs
+from moorage.store.backend import Data, Entry, Sink
+from moorage.store.keys import StoreKey
+from moorage.store.leases import Lease, LeaseInfo, Role
+from moorage.store.posix import PosixBackend
+
+BLOCKS = [bytes([i + 1]) + random.Random(i).randbytes(4095) for i in range(10)]
+HOSTS = 3
+STEPS = "claim copy condemn barrier index delete record"
+POINTS = [f"store.{name}.{when}" for name in ("index", "pack") for when in ("before", "after")]
+POINTS += [f"store.prune.{step}.{when}" for step in STEPS.split() for when in ("before", "after")]
+
+
+class Killed(BaseException):
+    """The host is dead."""
+
+
+class InlineExecutor:
+    """Stands in for a thread pool, so that a run can be repeated exactly."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def submit(self, call: Callable[..., Any], *arguments: object) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, **_: object) -> None:
+        pass
+
+
+class SharedLeases:
+    """Leases of all hosts. An expired lease is not listed any more, though its holder may not know yet."""
+
+    def __init__(self) -> None:
+        self.alive: dict[str, LeaseInfo] = {}
+        self.count = 0
+
+    def acquire(self, role: Role, label: str, roots: Sequence[str] = ()) -> Lease:
+        self.count += 1
+        info = LeaseInfo(id=f"{self.count:024x}", role=role, label=label, roots=list(roots))
+        self.alive[info.id] = info
+        return _SharedLease(self, info)
+
+    def active(self) -> list[LeaseInfo]:
+        return list(self.alive.values())
+
+
+class _SharedLease:
+    def __init__(self, keeper: SharedLeases, info: LeaseInfo) -> None:
+        self._keeper = keeper
+        self.info = info
+
+    def valid(self) -> bool:
+        return True  # the worst case: the holder was stopped between looking and writing
+
+    def close(self) -> None:
+        self._keeper.alive.pop(self.info.id, None)
+
+
+class World:
+    """What all hosts share: the folder, the leases, logical time."""
+
+    def __init__(self) -> None:
+        base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self.folder = Path(tempfile.mkdtemp(prefix="moorage-store-", dir=base))
+        self.leases = SharedLeases()
+        self.time = 1000
+        self.interrupts: dict[str, Callable[[], None]] = {}
+
+    def tick(self) -> int:
+        self.time += 1
+        return self.time
+
+    def hit(self, name: str) -> None:
+        if (action := self.interrupts.pop(name, None)) is not None:
+            action()
+
+
+class HostBackend(PosixBackend):
+    """A host's view of the folder; after ``left`` operations the host is dead."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.folder)
+        self.world = world
+        self.left = -1
+
+    def step(self) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= self.left > 0
+
+    def stamp(self, name: str) -> None:
+        time = self.world.tick()
+        with contextlib.suppress(FileNotFoundError):  # a pack that prune took from an expired writer
+            os.utime(self.root / name, (time, time))
+
+    def put(self, name: str, data: Data) -> bool:
+        self.step()
+        made = super().put(name, data)
+        if made:
+            self.stamp(name)
+        return made
+
+    def create(self, name: str) -> Any:
+        self.step()
+        sink = super().create(name)
+        self.stamp(name)
+        return _HostSink(self, sink, name)
+
+    def open(self, name: str) -> Any:
+        self.step()
+        return super().open(name)
+
+    def get(self, name: str) -> bytes:
+        self.step()
+        return super().get(name)
+
+    def stat(self, name: str) -> Entry | None:
+        self.step()
+        return super().stat(name)
+
+    def list(self, folder: str) -> Iterator[Entry]:
+        self.step()
+        return iter(sorted(super().list(folder)))
+
+    def delete(self, name: str) -> bool:
+        self.step()
+        return super().delete(name)
+
+    def touch(self, name: str) -> bool:
+        self.step()
+        found = super().touch(name)
+        if found:
+            self.stamp(name)
+        return found
+
+    def now(self) -> float:
+        self.step()
+        return float(self.world.time)
+
+
+class _HostSink:
+    def __init__(self, backend: HostBackend, sink: Sink, name: str) -> None:
+        self._backend, self._sink, self._name = backend, sink, name
+
+    def write(self, buffers: Sequence[Data]) -> None:
+        self._backend.step()
+        self._sink.write(buffers)
+        self._backend.stamp(self._name)
+
+    def finish(self) -> None:
+        self._backend.step()
+        self._sink.finish()
+
+    def abort(self) -> None:
+        if self._backend.left != 0:
+            self._sink.abort()
+
+
+class Attempt:
+    """One attempt: a writer on a host, then a pod manifest, then the commit."""
+
+    def __init__(self, number: int, host: int, generation: int, start: int, writer: Writer) -> None:
+        self.number = number
+        self.host = host
+        self.generation = generation
+        self.start = start
+        self.writer = writer
+        self.contents: dict[str, Content] = {}
+        self.blocks: list[int] = []
+        self.manifest = ""
+        self.sheltered = True  # nothing happened that may cost it its data
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.generation = 0
+        self.number = 0
+        self.committed: dict[str, list[int]] = {}
+        self.running: list[Attempt] = []
+        self.nested = False
+        self.stores: list[Store] = []
+        self.patches = pytest.MonkeyPatch()
+        self.patches.setattr(failpoints, "hit_sync", self.world.hit)
+        self.patches.setattr(packs, "PACK_SIZE", 14_000)
+        self.patches.setattr(packs, "ThreadPoolExecutor", InlineExecutor)
+        self.patches.setattr(StoreKey, "random", lambda: StoreKey(bytes(32)))
+
+    @initialize()
+    def hosts(self) -> None:
+        config.create(PosixBackend(self.world.folder))
+        self.stores = [self.fresh_store() for _ in range(HOSTS)]
+
+    def fresh_store(self) -> Store:
+        backend = HostBackend(self.world)
+        return Store(backend, *config.load(backend), self.world.leases)
+
+    def reboot(self, host: int) -> None:
+        """The host is dead: its attempts are lost, its leases stay until they expire, its memory is gone."""
+        alive = dict(self.world.leases.alive)
+        for attempt in [a for a in self.running if a.host == host]:
+            self.running.remove(attempt)
+            with contextlib.suppress(Killed):
+                attempt.writer.abort()  # ends its threads; has no effect on the dead host's storage
+        self.world.leases.alive = alive
+        self.stores[host] = self.fresh_store()
+
+    # Attempts
+
+    @rule(host=st.integers(0, HOSTS - 1))
+    def begin(self, host: int) -> None:
+        self.number += 1
+        generation, start = self.generation, self.world.tick()
+        writer = self.stores[host].writer(label=f"attempt {self.number}", threads=1, nice=0)
+        self.running.append(Attempt(self.number, host, generation, start, writer))
+
+    @precondition(lambda self: any(not a.manifest for a in self.running))
+    @rule(data=st.data(), blocks=st.lists(st.integers(0, len(BLOCKS) - 1), min_size=1, max_size=5))
+    def add(self, data: st.DataObject, blocks: list[int]) -> None:
+        attempt = data.draw(st.sampled_from([a for a in self.running if not a.manifest]))
+        self.add_to(attempt, blocks)
+
+    def add_to(self, attempt: Attempt, blocks: list[int]) -> None:
+        for block in blocks:
+            attempt.contents[str(len(attempt.contents))] = attempt.writer.add_bytes(BLOCKS[block])
+            attempt.blocks.append(block)
+
+    @precondition(lambda self: any(not a.manifest for a in self.running))
+    @rule(data=st.data(), crash=st.one_of(st.none(), st.integers(0, 25)), meanwhile=st.booleans())
+    def persist(self, data: st.DataObject, crash: int | None, meanwhile: bool) -> None:
+        attempt = data.draw(st.sampled_from([a for a in self.running if not a.manifest]))
+        backend = self.stores[attempt.host].backend
+        assert isinstance(backend, HostBackend)
+        if meanwhile:
+            self.interrupt(data, ("store.index.before", "store.index.after", "store.pack.before"))
+        backend.left = -1 if crash is None else crash
+        try:
+            self.persist_now(attempt)
+        except Killed:
+            self.reboot(attempt.host)
+        else:
+            backend.left = -1
+        finally:
+            self.world.interrupts.clear()
+
+    def persist_now(self, attempt: Attempt) -> None:
+        attempt.writer.finish()
+        attempt.manifest = self.stores[attempt.host].write_pod_manifest(
+            PodManifest(
+                job="j", owner="o", pod=0, incarnation=1, attempt=attempt.number, node="n", created=0.0,
+                images=attempt.contents,
+            )
+        )  # fmt: skip
+        attempt.writer.abort()  # gives the lease back
+
+    @precondition(lambda self: any(a.manifest for a in self.running))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        self.commit_now(data.draw(st.sampled_from([a for a in self.running if a.manifest])))
+
+    def commit_now(self, attempt: Attempt) -> None:
+        store = self.stores[0]
+        self.running.remove(attempt)
+        try:
+            name = store.write_global_manifest(
+                GlobalManifest(
+                    job="j", owner="o", attempt=attempt.number, incarnation=1, created=0.0, pods=[attempt.manifest]
+                )
+            )
+            if self.generation != attempt.generation:
+                seen = self.generation
+                store.confirm(name)
+                if seen != self.generation:
+                    return  # the transaction's comparison fails
+        except (NotFound, CorruptData) as error:
+            assert not attempt.sheltered, f"attempt {attempt.number} lost its data: {error}"
+            return
+        self.committed[name] = attempt.blocks
+        self.look()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        attempt = data.draw(st.sampled_from(self.running))
+        self.running.remove(attempt)
+        attempt.writer.abort()
+
+    @precondition(lambda self: self.world.leases.alive)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        """A host is stopped for longer than its lease, and later goes on."""
+        lease = data.draw(st.sampled_from(sorted(self.world.leases.alive)))
+        del self.world.leases.alive[lease]
+        for attempt in self.running:
+            if attempt.writer.lease_id == lease:
+                attempt.sheltered = False
+
+    # Prune and restore
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        del self.committed[data.draw(st.sampled_from(sorted(self.committed)))]
+
+    @rule(
+        data=st.data(),
+        host=st.integers(0, HOSTS - 1),
+        careful=st.booleans(),
+        crash=st.one_of(st.none(), st.integers(0, 60)),
+        meanwhile=st.booleans(),
+    )
+    def prune(self, data: st.DataObject, host: int, careful: bool, crash: int | None, meanwhile: bool) -> None:
+        if meanwhile:
+            self.interrupt(data, POINTS)
+        backend = self.stores[host].backend
+        assert isinstance(backend, HostBackend)
+        backend.left = -1 if crash is None else crash
+        try:
+            self.prune_now(self.stores[host], careful)
+        except Killed:
+            self.reboot(host)
+        else:
+            backend.left = -1
+        finally:
+            self.world.interrupts.clear()
+        self.look()
+
+    def prune_now(self, store: Store, careful: bool) -> None:
+        """``careful``: what running attempts wrote is protected by its age, so prune must not cost them anything."""
+        self.generation += 1
+        mine = self.generation
+        protect = self.world.time
+        if careful:
+            protect = min([a.start for a in self.running], default=protect) - 1
+        else:
+            for attempt in self.running:
+                attempt.sheltered = False
+        try:
+            store.prune(list(self.committed), generation=mine, protect_after=protect)
+        except MoorageError:
+            assert self.generation > mine, "a prune that nobody overtook must not fail"
+            for attempt in self.running:
+                attempt.sheltered = False
+
+    def interrupt(self, data: st.DataObject, points: Sequence[str]) -> None:
+        """Do something else, on another host, when the next operation comes to a failpoint."""
+        if self.nested:
+            return
+        action = data.draw(st.sampled_from(["checkpoint", "finish", "prune", "careful prune", "forget", "begin"]))
+        blocks = data.draw(st.lists(st.integers(0, len(BLOCKS) - 1), min_size=1, max_size=4))
+        point = data.draw(st.sampled_from(points))
+
+        def act() -> None:
+            self.nested = True
+            self.stores.append(self.fresh_store())
+            try:
+                self.meanwhile(action, len(self.stores) - 1, blocks)
+            finally:
+                self.nested = False
+
+        self.world.interrupts[point] = act
+
+    def meanwhile(self, action: str, host: int, blocks: list[int]) -> None:
+        if action == "checkpoint":
+            self.begin(host)
+            attempt = self.running[-1]
+            self.add_to(attempt, blocks)
+            self.persist_now(attempt)
+            self.commit_now(attempt)
+        elif action == "begin":
+            self.begin(host)
+            self.add_to(self.running[-1], blocks)
+        elif action == "finish":
+            for attempt in [a for a in self.running if a.manifest]:
+                self.commit_now(attempt)
+        elif action == "forget" and self.committed:
+            del self.committed[min(self.committed)]
+        elif action.endswith("prune"):
+            self.prune_now(self.stores[host], action.startswith("careful"))
+
+    @precondition(lambda self: self.committed)
+    @rule(data=st.data(), host=st.integers(0, HOSTS - 1), forgotten=st.booleans())
+    def restore(self, data: st.DataObject, host: int, forgotten: bool) -> None:
+        """A restore that has begun ends well, even if the checkpoint is forgotten and pruned meanwhile."""
+        name = data.draw(st.sampled_from(sorted(self.committed)))
+        blocks = self.committed[name]
+        store = self.stores[host]
+        with store.protect(name, label="restore") as manifest:
+            if forgotten:
+                del self.committed[name]
+            for _ in range(3):
+                self.prune_now(self.stores[(host + 1) % HOSTS], careful=False)
+            self.compare(store, manifest, blocks)
+        self.look()
+
+    def compare(self, store: Store, manifest: GlobalManifest, blocks: list[int]) -> None:
+        found = store.read_pod_manifest(manifest.pods[0])
+        assert [store.read_bytes(found.images[str(i)]) for i in range(len(blocks))] == [BLOCKS[b] for b in blocks]
+
+    def look(self) -> None:
+        """Every committed checkpoint is whole, for one who has just come and for one who has been here long."""
+        for store in (self.fresh_store(), self.stores[1]):
+            for name, blocks in self.committed.items():
+                self.compare(store, store.read_global_manifest(name), blocks)
+
+    def teardown(self) -> None:
+        try:
+            if self.stores:
+                self.look()
+                self.world.leases.alive.clear()
+                self.running.clear()
+                self.committed.clear()
+                store = self.fresh_store()
+                for _ in range(3):
+                    self.prune_now(store, careful=False)
+                left = [str(p.relative_to(self.world.folder)) for p in self.world.folder.rglob("*") if p.is_file()]
+                assert sorted(x.partition("/")[0] for x in left) == ["config", "keys", "prunes"], left
+        finally:
+            self.patches.undo()
+            shutil.rmtree(self.world.folder)
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=int(os.environ.get("MOORAGE_STORE_EXAMPLES", "40")),
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+test_no_committed_checkpoint_is_ever_lost = pytest.mark.timeout(300)(StoreMachine.TestCase)
