@@ -99,8 +99,6 @@ class Transport:
         self._token = ""
         self._token_lock = asyncio.Lock()
         self._endpoints: list[Endpoint] = []
-        self._watchers: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Event()
         self._calls: set[Any] = set()
         self.closed = False
         self.where = ",".join(self._targets)
@@ -118,15 +116,7 @@ class Transport:
                 credentials = grpc.ssl_channel_credentials(ca, key, cert)
             self._endpoints = [Endpoint(target, credentials) for target in self._targets]
             random.shuffle(self._endpoints)  # clients spread over the members
-            self._watchers = [asyncio.create_task(self._watch_state(endpoint)) for endpoint in self._endpoints]
         return self._endpoints
-
-    async def _watch_state(self, endpoint: Endpoint) -> None:
-        state: grpc.ChannelConnectivity | None = None
-        while state != grpc.ChannelConnectivity.SHUTDOWN and not self.closed:
-            state = endpoint.channel.get_state()
-            self._changed.set()
-            await endpoint.channel.wait_for_state_change(state)
 
     async def close(self) -> None:
         """Close all connections. Calls in flight fail."""
@@ -134,11 +124,6 @@ class Transport:
         for call in list(self._calls):
             call.cancel()
         await asyncio.gather(*(endpoint.channel.close(None) for endpoint in self._endpoints), return_exceptions=True)
-        # Not cancelled but awaited: gRPC would complete the abandoned wait later, perhaps after the loop has ended.
-        _, late = await asyncio.wait(self._watchers, timeout=1) if self._watchers else (None, ())
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
 
     async def connected(self, deadline: float) -> Endpoint:
         """An endpoint whose connection stands, one that did not fail lately if there is one.
@@ -149,8 +134,8 @@ class Transport:
         loop = asyncio.get_running_loop()
         endpoints = self._open()
         patience = loop.time() + 0.5
+        pause = 0.002
         while True:
-            self._changed.clear()
             ready = [endpoint for endpoint in endpoints if endpoint.ready()]
             now = loop.time()
             good = [endpoint for endpoint in ready if endpoint.suspect_until <= now]
@@ -162,12 +147,9 @@ class Transport:
                 continue
             if now >= deadline:
                 raise Unavailable(f"etcd at {self.where} cannot be reached", await self._explain())
-            until = min(deadline, patience if ready else deadline)
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            # Asking is better than gRPC's wait for a change, which cannot be given up: it would outlive the channel.
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
 
     async def _known_version(self, endpoint: Endpoint, deadline: float) -> bool:
         """Whether ``endpoint`` may be used: its version is read once, before its first use."""
