@@ -97,13 +97,16 @@ def captured(t: Turn, *, stands: bool = False) -> None:
     """Every pod is captured. ``stands``: the outcome ``resume`` was found written already."""
     attempt = _current(t)
     if attempt.kind == "stop":
-        t.attempt_step("persisting", "they stay frozen until the checkpoint is committed")
+        t.attempt_step("persisting", "all stay frozen until the checkpoint is committed")
         return
     deadline = t.now + t.state.policy.attempt_deadline_seconds * t.policies.persist_factor
-    t.attempt_step("persisting", "they run on", deadline=deadline)
+    t.attempt_step("persisting", "all run on", deadline=deadline)
     if not stands:
-        t.record(Conclude(_outcome(attempt, "resume", "all pods are captured")))
-    t.phase("running", f"all {t.state.pods} pods are captured, their state goes to the store", seconds=t.now)
+        t.record(Conclude(_outcome(attempt, "resume", "every pod is captured")))
+    t.phase(
+        "running",
+        "every pod is captured, and what was captured goes to the store",
+    )
 
 
 def persisted(t: Turn, event: Persisted) -> None:
@@ -137,7 +140,7 @@ def written(t: Turn, event: Written) -> None:
     t.record(Commit(record, event.generation))
     if attempt.kind == "stop":
         t.record(Conclude(_outcome(attempt, "stop", "committed")))
-    pause = f"the pods stood still for {attempt.pause_seconds:.2f} s, " if attempt.pause_seconds else ""
+    pause = f"the job stood still for {attempt.pause_seconds:.2f} s, " if attempt.pause_seconds else ""
     t.attempt_step(
         "committed",
         f"{pause}{_size(attempt.bytes_new)} of {_size(attempt.bytes_total)} were new",
@@ -161,6 +164,7 @@ def _follow(t: Turn, attempt: AttemptState, checkpoint: str) -> None:
     t.set(trouble=None)
     drop_queue(t, "the job was taken down by the attempt before")
     if attempt.purpose == "park":
+        t.set(why_parked=f"asked for, with checkpoint {checkpoint}")
         t.raise_incarnation()
     elif attempt.purpose == "move":
         where = ", ".join(attempt.nodes)

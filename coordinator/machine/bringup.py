@@ -49,7 +49,7 @@ def unplaceable(t: Turn, event: Unplaceable) -> None:
     elif not plan.waiting_since:
         waiting = msgspec.structs.replace(plan, waiting_since=t.now)
         t.set(bringup=waiting, reason=f"waits for nodes: {event.reason}")
-        t.say("restore.waiting", f"{t.state.name} waits for a node: {event.reason}")
+        t.say("restore.waiting", f"job {t.state.name} waits for a node: {event.reason}")
 
 
 def fenced(t: Turn) -> None:
@@ -134,6 +134,7 @@ def give_up(t: Turn, why: str) -> None:
         return
     # Also with nothing to fence: who waits for this restore sees by the number that it is over.
     t.raise_incarnation()
+    t.set(why_parked=why)
     if t.state.fencing:
         t.phase("parking", why)
     else:

@@ -86,7 +86,7 @@ def node_lost(t: Turn, event: NodeLost) -> None:
 def trouble(t: Turn, kind: FailureKind, why: str, *, exit_code: int | None = None, node: str = "") -> None:
     """Something failed in a running job: go back, or wait for the checkpoint that is just being stored."""
     found = Trouble(kind=kind, why=why, exit_code=exit_code, node=node)
-    t.say(_TOLD[kind], f"{t.state.name}: {why}", node=node)
+    t.say(_TOLD[kind], f"job {t.state.name}: {why}", node=node)
     now = t.state.attempt
     storing = now is not None and (
         now.step == "committing" or (now.step == "persisting" and now.kind == "resume" and kind != "node")

@@ -70,7 +70,7 @@ def new_job(
     t.remember(request, "submit")
     said = Say(
         kind="job.submitted",
-        sentence=f"{name} was submitted with {pods} pod{'s' * (pods != 1)} by {owner or 'nobody'}.",
+        sentence=f"Job {name} was submitted with {pods} pod{'s' * (pods != 1)} by {owner or 'nobody'}.",
         start="none",
         finish="pending",
     )
@@ -143,7 +143,7 @@ def _fenced(t: Turn) -> None:
     if t.state.ending is not None:
         ending.over(t)
     elif t.state.phase == "parking":
-        t.phase("parked", f"{t.state.latest or 'nothing'} is its newest checkpoint")
+        t.phase("parked", t.state.why_parked)
     else:
         bringup.fenced(t)
 

@@ -204,6 +204,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     queued: Queued | None = None
     ending: Ending | None = None
     trouble: Trouble | None = None
+    why_parked: str = ""
     attempts: int = 0  # number of the newest
     past: tuple[AttemptState, ...] = ()
     latest: str = ""  # newest committed checkpoint

@@ -31,51 +31,51 @@ def _rules() -> dict[tuple[str, str], Rule]:
 
     live = "running checkpointing parking"
     # The way up.
-    row("none", "pending", "job.submitted", "{name} was submitted with {pods} pods by {owner}")
-    row("pending", "starting", "job.starting", "{name} starts on {nodes} as incarnation {incarnation}")
-    row("starting", "running", "job.running", "{name} runs: all {pods} pods stand on {nodes}")
+    row("none", "pending", "job.submitted", "{job} was submitted by {owner}")
+    row("pending", "starting", "job.starting", "{job} starts on {nodes} as incarnation {incarnation}")
+    row("starting", "running", "job.running", "{job} runs on {nodes}")
     row(
         "restoring",
         "running",
         "restore.done",
-        "{name} runs from {checkpoint} on {nodes}, {seconds} s after {since}",
+        "{job} runs from {checkpoint} on {nodes}, {seconds} s after {since}",
     )
-    row(live, "restoring", "restore.started", "{why}; {name} is restored from {checkpoint}")
-    row("parked finished failed stopped", "restoring", "restore.started", "{why}; {name} is restored from {checkpoint}")
-    row(f"{live} restoring", "starting", "job.restarted", "{why}; {name} starts again from nothing")
+    row(live, "restoring", "restore.started", "{why}; {job} is restored from {checkpoint}")
+    row("parked finished failed stopped", "restoring", "restore.started", "{why}; {job} is restored from {checkpoint}")
+    row(f"{live} restoring", "starting", "job.restarted", "{why}; {job} starts again from nothing")
     # Attempts.
-    row("running", "checkpointing", "checkpoint.started", "checkpoint {attempt} of {name} begins ({why})")
-    row("running", "parking", "checkpoint.started", "checkpoint {attempt} of {name} begins ({why})")
-    row("checkpointing", "running", "checkpoint.decided", "{name} runs on; {why}")
-    row("parking", "running", "checkpoint.decided", "{name} runs on; {why}")
-    row("parking restoring", "parked", "job.parked", "{name} is parked; {why}")
-    row("restoring", "parking", "restore.failed", "{why}; {name} will be parked")
+    row("running", "checkpointing", "checkpoint.started", "checkpoint {attempt} of {job} begins ({why})")
+    row("running", "parking", "checkpoint.started", "checkpoint {attempt} of {job} begins ({why})")
+    row("checkpointing", "running", "checkpoint.decided", "{job} runs on; {why}")
+    row("parking", "running", "checkpoint.decided", "{job} runs on; {why}")
+    row("parking restoring", "parked", "job.parked", "{job} is parked; {why}")
+    row("restoring", "parking", "restore.failed", "{why}; {job} will be parked")
     # The way down.
-    row(f"pending starting restoring {live} parked", "stopping", "job.stopping", "{name} is being stopped: {why}")
-    row("stopping", "stopped", "job.stopped", "{name} is stopped: {why}")
+    row(f"pending starting restoring {live} parked", "stopping", "job.stopping", "{job} is being stopped: {why}")
+    row("stopping", "stopped", "job.stopped", "{job} is stopped: {why}")
     row(f"{live} starting", "finishing", "job.finishing", "{why}; logs and results are collected")
-    row("finishing", "finished", "job.finished", "{name} has finished: {why}")
-    row("finishing", "failed", "job.failed", "{name} has failed: {why}")
+    row("finishing", "finished", "job.finished", "{job} has finished: {why}")
+    row("finishing", "failed", "job.failed", "{job} has failed: {why}")
     # Steps of an attempt.
     a = "attempt."
-    row("attempt.none", a + "preparing", "checkpoint.preparing", "all pods are asked what cannot be saved", minor=True)
+    row("attempt.none", a + "preparing", "checkpoint.preparing", "every pod is asked what cannot be saved", minor=True)
     row(a + "preparing", a + "freezing", "checkpoint.prepared", "nothing stands in the way; freezing", minor=True)
-    row(a + "freezing", a + "sealing", "checkpoint.frozen", "all pods are frozen; sealing", minor=True)
-    row(a + "sealing", a + "capturing", "checkpoint.sealed", "all pods are sealed; capturing", minor=True)
-    row(a + "capturing", a + "persisting", "checkpoint.captured", "all {pods} pods are captured; {why}", minor=True)
-    row(a + "persisting", a + "committing", "checkpoint.persisted", "all {pods} pods are in the store", minor=True)
+    row(a + "freezing", a + "sealing", "checkpoint.frozen", "every pod is frozen; sealing", minor=True)
+    row(a + "sealing", a + "capturing", "checkpoint.sealed", "every pod is sealed; capturing", minor=True)
+    row(a + "capturing", a + "persisting", "checkpoint.captured", "every pod is captured; {why}", minor=True)
+    row(a + "persisting", a + "committing", "checkpoint.persisted", "every pod is in the store", minor=True)
     row(a + "committing", a + "committed", "checkpoint.committed", "checkpoint {checkpoint} is committed: {why}")
     undecided = [a + step for step in ("preparing", "freezing", "sealing", "capturing", "persisting", "committing")]
-    row(" ".join(undecided), a + "settling", "checkpoint.aborted", "checkpoint {attempt} of {name} was aborted: {why}")
-    row(" ".join(undecided), a + "aborted", "checkpoint.aborted", "checkpoint {attempt} of {name} was aborted: {why}")
+    row(" ".join(undecided), a + "settling", "checkpoint.aborted", "checkpoint {attempt} of {job} was aborted: {why}")
+    row(" ".join(undecided), a + "aborted", "checkpoint.aborted", "checkpoint {attempt} of {job} was aborted: {why}")
     row(a + "settling", a + "aborted", "checkpoint.settled", "every pod runs as if nothing had been asked", minor=True)
     # Steps of a bring-up.
     b = "bringup."
-    row("bringup.none", b + "placing", "placement.wanted", "nodes are chosen for {pods} pods", minor=True)
+    row("bringup.none", b + "placing", "placement.wanted", "nodes are chosen", minor=True)
     row(b + "placing", b + "fencing", "restore.placed", "incarnation {incarnation} goes to {nodes}; {why}")
     row(b + "placing", b + "loading", "restore.placed", "incarnation {incarnation} goes to {nodes}; {why}", minor=True)
     row(b + "fencing", b + "loading", "restore.fenced", "no older pod can run any more; {why}")
-    row(b + "loading", b + "releasing", "restore.loaded", "all {pods} pods stand restored; releasing", minor=True)
+    row(b + "loading", b + "releasing", "restore.loaded", "every pod stands restored; releasing", minor=True)
     row(f"{b}fencing {b}loading {b}releasing", b + "placing", "restore.retry", "{why}; other nodes are chosen")
     # Steps of an ending.
     e = "ending."

@@ -78,10 +78,9 @@ class Turn:
             raise IllegalTransition(f"no transition from {start} to {finish} ({why})")
         state = self.state
         fields = {
-            "name": state.name,
+            "job": f"job {state.name}",
             "owner": state.owner,
-            "pods": state.pods,
-            "nodes": ", ".join(state.nodes) or "no node",
+            "nodes": " and ".join(state.nodes) or "no node",
             "incarnation": state.incarnation,
             "attempt": state.attempt.number if state.attempt else state.attempts,
             "checkpoint": (state.bringup.checkpoint if state.bringup else "") or state.latest,

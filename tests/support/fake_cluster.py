@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class FakeCluster:
         for index in range(self._count):
             await self.add_node(f"n{index}")
         self._working = asyncio.create_task(self._work())
+        await self.poll_live(self._count)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -74,9 +75,7 @@ class FakeCluster:
     # -- parts
 
     async def add_node(self, name: str) -> FakeNode:
-        node = FakeNode(
-            name, cluster=self.name, etcd=self.etcd.client, store=self.store, tls=self._tls["worker:n"]
-        )
+        node = FakeNode(name, cluster=self.name, etcd=self.etcd.client, store=self.store, tls=self._tls["worker:n"])
         self.nodes[name] = node
         await node.start()
         return node
@@ -144,6 +143,24 @@ class FakeCluster:
             finally:
                 call.cancel()
             return
+
+    async def poll(self, reached: Callable[[], bool | Awaitable[bool]]) -> None:
+        """Wait until ``reached``."""
+        async with asyncio.timeout(WAIT):
+            while True:
+                found = reached()
+                if found if isinstance(found, bool) else await found:
+                    return
+                await asyncio.sleep(0.02)
+
+    async def poll_live(self, count: int) -> None:
+        """Wait until the leader sees so many live nodes."""
+
+        async def seen() -> bool:
+            reply = await self.call("ListNodes", pb.ListNodesRequest())
+            return sum(node.live for node in reply.nodes) == count
+
+        await self.poll(seen)
 
     async def submit(self, name: str = "", *, pods: int = 2, if_exists: int = 0, **policy: Any) -> pb.Job:
         nodes = policy.pop("nodes", [])

@@ -1,7 +1,7 @@
 """A worker with no processes behind it: it registers, takes orders, votes and stores as the real one does.
 
-A pod is an object; its "program" does what the test says (`FakePod.exit`). What the real guard does when contact to etcd
-is lost is done here too: `FakeNode.cut` freezes the pods, `FakeNode.heal` thaws or kills them by what etcd says.
+A pod is an object; its "program" does what the test says (`FakePod.exit`). What the real guard does when contact to
+etcd is lost is done here too: `FakeNode.cut` freezes the pods, `FakeNode.heal` thaws or kills them by what etcd says.
 """
 
 from __future__ import annotations
@@ -274,10 +274,8 @@ class FakeNode(WorkerServicer):
         await self._order("kill", fence)
         current = await self._current(fence.job)
         for pod in list(self.pods.values()):
-            same = (pod.job, pod.pod) == (fence.job, fence.pod)
-            if same and (
-                pod.incarnation == fence.incarnation or (request.any_incarnation and pod.incarnation < fence.incarnation)
-            ):
+            older = request.any_incarnation and pod.incarnation < fence.incarnation
+            if (pod.job, pod.pod) == (fence.job, fence.pod) and (pod.incarnation == fence.incarnation or older):
                 if not pod.gone:
                     pod.change("killed", "ordered by the coordinator")
                 if pod.incarnation != current:
@@ -364,9 +362,7 @@ class FakeNode(WorkerServicer):
             pod.captured = pod.counter
             if pod.phase == "sealed":
                 pod.change("captured")
-        vote = Vote(
-            pod=pod.pod, incarnation=pod.incarnation, attempt=request.attempt, finished=pod.phase == "exited"
-        )
+        vote = Vote(pod=pod.pod, incarnation=pod.incarnation, attempt=request.attempt, finished=pod.phase == "exited")
         stands = await self._attempts(pod.job).vote("captured", vote)
         if not stands:
             raise Conflict(f"attempt {request.attempt} is settled")
