@@ -108,11 +108,14 @@ def follow_events(config: ClientConfig, job: str, timeline: Timeline) -> threadi
 
 def wait_for_checkpoints(client: Client, job: Job, trail: Path, *, commits: int, steps_beyond: int) -> None:
     """Until so many checkpoints are committed and every rank has made some steps since the last."""
+    while not all(report.trail_steps(trail, rank) for rank in range(RANKS)):
+        time.sleep(0.05)
+    training = max(report.trail_steps(trail, rank)[0][1] for rank in range(RANKS))
     for info in job.watch():
         if info.over:
             raise SystemExit(f"the job ended before the host was destroyed: {info.phase}, {info.reason}")
-        made = client.checkpoints(job.id)
-        if len(made) >= commits:
+        # Only checkpoints of a job that trains: the first heartbeats may fall into the start of Python.
+        if sum(checkpoint.created > training + 1 for checkpoint in client.checkpoints(job.id)) >= commits:
             break
     else:
         raise SystemExit("the job ended before it was checkpointed")

@@ -24,10 +24,20 @@ def trail_steps(trail: Path, rank: int) -> list[tuple[int, float, str]]:
     return [(int(row[0]), float(row[1]), row[2]) for row in rows if len(row) == 3 and row[0] != "start"]
 
 
-def starts(trail: Path, rank: int) -> int:
-    """How often the rank's program began."""
+def starts(trail: Path, rank: int) -> list[tuple[str, int, str]]:
+    """Each time that the rank's program began: the nonce, pid and start time that it then had."""
     path = trail / f"rank{rank}.txt"
-    return sum(line.startswith("start ") for line in path.read_text().splitlines()) if path.exists() else 0
+    rows = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [(row[2], int(row[3]), row[4]) for row in rows if row[0] == "start"]
+
+
+def went_on(result: dict[str, Any], began: list[tuple[str, int, str]]) -> bool:
+    """Whether the rank that wrote ``result`` at its end is the one that began, once, and was restored since.
+
+    Its memory still holds nonce, pid and start time of its one beginning, and its pid is the same. What the kernel says
+    of its start time is when the restore made the process anew: a value that moved is the trace of the restore.
+    """
+    return began == [(result["nonce"], result["pid"], result["start_time"])] and result["pid"] == result["pid_now"]
 
 
 def steps_after(trail: Path, rank: int, moment: float) -> int:
@@ -93,10 +103,7 @@ def build(
 ) -> dict[str, Any]:
     """The report, as ``build/demo-report.json`` holds it."""
     results = [json.loads((run / f"result-rank{rank}.json").read_text()) for rank in range(ranks)]
-    same_process = all(
-        (r["pid"], r["start_time"]) == (r["pid_now"], r["start_time_now"]) and starts(trail, r["rank"]) == 1
-        for r in results
-    )
+    survived = all(went_on(result, starts(trail, result["rank"])) for result in results)
     committed = {a.attempt: event.time for a in attempts for event in events if _commits(event, a.attempt)}
     ordered = next((e.time for e in events if e.time >= destroyed and e.kind.startswith("restore")), destroyed)
     first_again = max(
@@ -115,7 +122,8 @@ def build(
     return {
         "equal": expected == found and not difference,
         "first_difference": difference,
-        "nonces_survived": same_process,
+        "nonces_survived": survived,
+        "processes_made_anew": all(r["start_time"] != r["start_time_now"] for r in results),
         "exit_code": exit_code,
         "steps": results[0]["steps"],
         "steps_repeated": repeated,
