@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from moorage.barrier import clock
@@ -27,17 +24,11 @@ from moorage.worker import attempt_capture, persist, pod_end, pod_staging, prefl
 from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
+from moorage.worker.pod_steps import Timings, all_ended, timed
 
 #: How long a frozen pod waits for the acknowledgement of what it sent, in seconds.
 _DRAIN_SECONDS = 0.2
 _RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
-
-
-@asynccontextmanager
-async def _timed(timings: dict[str, float], name: str) -> AsyncIterator[None]:
-    began = time.monotonic()
-    yield
-    timings[name] = time.monotonic() - began
 
 
 def _done(pod: Pod, name: str, order: worker_pb2.AttemptOrder) -> bool:
@@ -96,42 +87,42 @@ def watch(pod: Pod) -> None:
     pod.watcher = asyncio.create_task(_follow(pod, pod.record.attempt), name=f"outcome for {pod.label}")
 
 
-async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> dict[str, float]:
+async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
     """Freeze the pod and wait (bounded) until what it sent is acknowledged. Seconds by step."""
-    timings: dict[str, float] = {}
+    timings: Timings = {}
     if _done(pod, "freeze", order):
         return timings
     pod.record.frozen_since = clock.now()
-    async with _timed(timings, "freeze"), step("worker.freeze.cgroup"):
-        await pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}"))
-    async with _timed(timings, "drain"), step("worker.freeze.drain"):
+    async with step("worker.freeze.cgroup"):
+        await timed(timings, "freeze", pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}")))
+    async with step("worker.freeze.drain"):
         until = clock.now() + _DRAIN_SECONDS
-        if not await asyncio.to_thread(pod.network.wait_drained, until):
+        if not await timed(timings, "drain", asyncio.to_thread(pod.network.wait_drained, until)):
             pod.log.info("sent data not acknowledged in time", attempt=order.attempt)
     if not pod.gone:
         pod.change(Change.FROZEN)
     return timings
 
 
-async def seal(pod: Pod, order: worker_pb2.AttemptOrder) -> dict[str, float]:
+async def seal(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
     """Cut the traffic of the frozen pod. Seconds by step."""
-    timings: dict[str, float] = {}
+    timings: Timings = {}
     if _done(pod, "seal", order):
         return timings
-    async with _timed(timings, "seal"), step("worker.seal.network"):
-        await asyncio.to_thread(pod.network.seal)
+    async with step("worker.seal.network"):
+        await timed(timings, "seal", asyncio.to_thread(pod.network.seal))
     if not pod.gone:
         pod.change(Change.SEALED)
     return timings
 
 
-async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[dict[str, float], int]:
+async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[Timings, int]:
     """Copy the sealed pod and vote. Returns seconds by step and the bytes of the images.
 
     Raises what made the capture fail (the pod has voted against the attempt then), `AttemptAborted` when the vote came
     too late.
     """
-    timings: dict[str, float] = {}
+    timings: Timings = {}
     record = pod.record
     if record.attempt != order.attempt:
         raise Conflict(f"{pod.label} is not in attempt {order.attempt}")
@@ -143,7 +134,7 @@ async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[dict[str, f
         except (MoorageError, OSError) as error:
             await vote_against(pod, str(error))
             raise
-    async with _timed(timings, "vote"), step("worker.vote.captured"):
+    async with step("worker.vote.captured"):
         vote = Vote(
             pod=record.pod,
             incarnation=record.incarnation,
@@ -152,7 +143,8 @@ async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[dict[str, f
             bytes_total=record.image_bytes,
         )
         saving = asyncio.to_thread(attempt_capture.keep, pod)
-        stands, _ = await asyncio.gather(pod.node.attempts(record.job).vote("captured", vote), saving)
+        voting = pod.node.attempts(record.job).vote("captured", vote)
+        stands, _ = await timed(timings, "vote", all_ended(voting, saving))
     if not stands:
         raise AttemptAborted(f"attempt {order.attempt} was settled before {pod.label} could vote")
     if record.kind == "stop":

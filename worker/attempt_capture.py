@@ -6,10 +6,7 @@ CRIU's dump, the copy of changed files and the copy of the journal run side by s
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
 
 from moorage.errors import MoorageError
 from moorage.worker import attempt_layer, journal, pod_staging
@@ -19,14 +16,13 @@ from moorage.worker.layers import CaptureIndex, LayerCapture, mapped_shared_writ
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import Change
 from moorage.worker.pod_record import StagedCapture
-
-T = TypeVar("T")
+from moorage.worker.pod_steps import Timings, all_ended, timed
 
 IMAGES, LAYER, JOURNAL, WORK = "images", "layer", "journal", "criu"
 INDEX_FILE = "layer.index"
 
 
-async def capture(pod: Pod, timings: dict[str, float]) -> None:
+async def capture(pod: Pod, timings: Timings) -> None:
     """Copy the pod: a finished one without images. On success ``record.staged`` and `Pod.captured_layer` are set.
 
     Raises `Refused` (CRIU cannot save something), `NoCapacity`, or what else failed; then nothing is left in staging.
@@ -55,12 +51,12 @@ async def capture(pod: Pod, timings: dict[str, float]) -> None:
             pod.change(Change.CAPTURED)
 
 
-async def _copy(pod: Pod, staging: Path, timings: dict[str, float]) -> tuple[int, LayerCapture]:
+async def _copy(pod: Pod, staging: Path, timings: Timings) -> tuple[int, LayerCapture]:
     image_bytes = 0
     pids: list[int] = []
     status = pod.guard_state
     if not pod.gone:
-        status = await _timed(timings, "journal", _drain(pod))
+        status = await timed(timings, "journal", _drain(pod))
         pids = pod.processes()
     journal_end = status.journal_end if status else None
 
@@ -81,18 +77,11 @@ async def _copy(pod: Pod, staging: Path, timings: dict[str, float]) -> tuple[int
         if (pod.folder / JOURNAL_FILE).exists():
             await asyncio.to_thread(journal.export, pod.folder / JOURNAL_FILE, staging / JOURNAL, end=journal_end)
 
-    # All must have ended before the staging folder may go, so no task group, which would give up at the first error.
-    results = await asyncio.gather(
-        _timed(timings, "dump", dump()),
-        _timed(timings, "layer", copy_layer()),
-        _timed(timings, "journal_copy", copy_journal()),
-        return_exceptions=True,
+    _, captured, _ = await all_ended(
+        timed(timings, "dump", dump()),
+        timed(timings, "layer", copy_layer()),
+        timed(timings, "journal_copy", copy_journal()),
     )
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
-        raise next((error for error in errors if isinstance(error, MoorageError)), errors[0])
-    captured = results[1]
-    assert isinstance(captured, LayerCapture)
     return image_bytes, captured
 
 
@@ -121,11 +110,3 @@ def usable_index(pod: Pod) -> CaptureIndex | None:
         except (OSError, MoorageError) as error:
             pod.log.info("files are copied in full", reason=str(error))
     return pod.index
-
-
-async def _timed(timings: dict[str, float], name: str, work: Coroutine[Any, Any, T]) -> T:
-    began = time.monotonic()
-    try:
-        return await work
-    finally:
-        timings[name] = time.monotonic() - began

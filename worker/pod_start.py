@@ -13,21 +13,22 @@ from moorage.worker.layers import PodLayers
 from moorage.worker.pod import Pod
 from moorage.worker.pod_environment import place, rank_environment
 from moorage.worker.pod_phase import Change
+from moorage.worker.pod_steps import Timings, all_ended
 from moorage.worker.sandbox import criu, oci, podinit
 
 
-async def start(pod: Pod) -> dict[str, float]:
+async def start(pod: Pod) -> Timings:
     """From nothing to running; returns seconds by step. On failure the pod is ``failed`` and nothing of it stands.
 
     Raises `UsageError` (command, user or folder that does not exist), `EnvironmentLacking`, `Conflict`.
     """
-    timings: dict[str, float] = {}
+    timings: Timings = {}
     began = time.monotonic()
     try:
         user = pod_user.resolve(pod.spec)
         if pod.spec.gpus_per_pod:
             raise UsageError("pods with GPUs are not supported yet", "leave --gpus-per-pod out")
-        await asyncio.gather(_root(pod, user), _network(pod, sealed=False))
+        await all_ended(_root(pod, user), _network(pod, sealed=False))
         timings["prepare"] = time.monotonic() - began
         pod.check_alive()
         async with step("worker.start.guard"):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
 
 from moorage.errors import CorruptData, MoorageError
 from moorage.store import Content, PodManifest
@@ -17,33 +15,36 @@ from moorage.worker.guard.messages import JOURNAL_FILE, RankState
 from moorage.worker.layers import CaptureIndex, PodLayers
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import Change
-
-T = TypeVar("T")
+from moorage.worker.pod_steps import Timings, all_ended, timed
 
 _SLACK_BYTES = 16 << 20
 
 
-async def restore(pod: Pod) -> dict[str, float]:
+async def restore(pod: Pod) -> Timings:
     """From a manifest to ``restored``; returns seconds by step. On failure the pod is ``failed``, nothing of it stands.
 
     A pod that had finished comes back as ``exited``, with its files and logs.
     Raises `NotFound`, `CorruptData`, `NoCapacity`, `Incompatible`, or what CRIU could not do.
     """
-    timings: dict[str, float] = {}
+    timings: Timings = {}
     began = time.monotonic()
     staging: Path | None = None
     try:
         manifest = await asyncio.to_thread(pod.node.store.read_pod_manifest, pod.record.manifest)
         _check(pod, manifest)
         staging = await asyncio.to_thread(pod.staging, size_of(manifest))
-        await asyncio.gather(
-            _timed(timings, "network", _network(pod)), _timed(timings, "fetch", _fetch(pod, manifest, staging))
+        await asyncio.to_thread(_fetch_journal, pod, manifest)
+        finished = bool(manifest.extra.get("finished"))
+        await all_ended(
+            timed(timings, "network", _network(pod)),
+            timed(timings, "fetch", _fetch(pod, manifest, staging)),
+            *([] if finished else [timed(timings, "guard", pod_guard.spawn(pod))]),
         )
         pod.check_alive()
-        if manifest.extra.get("finished"):
+        if finished:
             _come_back_finished(pod, manifest)
         else:
-            await _timed(timings, "rebuild", _rebuild(pod, manifest, staging))
+            await timed(timings, "rebuild", _rebuild(pod, manifest, staging))
     except (MoorageError, OSError) as error:
         await pod_guard.undo(pod)
         pod.change(Change.BROKE, str(error))
@@ -53,13 +54,6 @@ async def restore(pod: Pod) -> dict[str, float]:
             await asyncio.to_thread(pod_staging.drop, staging)
     timings["restore"] = time.monotonic() - began
     return timings
-
-
-async def _timed(timings: dict[str, float], name: str, work: Coroutine[Any, Any, T]) -> T:
-    began = time.monotonic()
-    result = await work
-    timings[name] = time.monotonic() - began
-    return result
 
 
 def _check(pod: Pod, manifest: PodManifest) -> None:
@@ -85,7 +79,7 @@ async def _fetch(pod: Pod, manifest: PodManifest, staging: Path) -> None:
     generation = await pod.node.store_generation()
     async with step("worker.restore.fetch"):
         images = asyncio.to_thread(_fetch_images, pod, manifest, staging)
-        index, _ = await asyncio.gather(asyncio.to_thread(_fetch_layers, pod, manifest), images)
+        index, _ = await all_ended(asyncio.to_thread(_fetch_layers, pod, manifest), images)
     if index is not None:
         pod.index = index
         await asyncio.to_thread(write_private, pod.folder / attempt_capture.INDEX_FILE, index.encode())
@@ -102,11 +96,16 @@ def _fetch_images(pod: Pod, manifest: PodManifest, staging: Path) -> None:
             raise CorruptData(f"manifest {pod.record.manifest} names an image {name!r}")
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         wanted.append((content, target))
-    if manifest.journal is not None:
-        wanted.append((manifest.journal, staging / attempt_capture.JOURNAL))
     pod.node.store.read_files(wanted)
+
+
+def _fetch_journal(pod: Pod, manifest: PodManifest) -> None:
+    """First of all: the guard reads it when it starts, and goes on where it ends."""
     if manifest.journal is not None:
-        journal.restore(staging / attempt_capture.JOURNAL, pod.folder / JOURNAL_FILE)
+        copy = pod.folder / "journal.export"
+        pod.node.store.read_file(manifest.journal, copy)
+        journal.restore(copy, pod.folder / JOURNAL_FILE)
+        copy.unlink()
 
 
 def _fetch_layers(pod: Pod, manifest: PodManifest) -> CaptureIndex | None:
@@ -139,8 +138,6 @@ def _come_back_finished(pod: Pod, manifest: PodManifest) -> None:
 
 async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
     async with step("worker.restore.rebuild"):
-        await pod_guard.spawn(pod)
-        pod.check_alive()
         images, work = staging / attempt_capture.IMAGES, pod.folder / "criu"
         done = await pod.ask_once(lambda guard: guard.restore(images, work=work))
         pod_guard.take_status(pod, done.status)
@@ -157,15 +154,15 @@ async def settle(pod: Pod, external_address: str, node: str) -> None:
         pod.change(Change.RESTORED)
 
 
-async def release(pod: Pod) -> dict[str, float]:
+async def release(pod: Pod) -> Timings:
     """Unseal, then thaw: the pod runs. Does nothing for one that runs already."""
-    timings: dict[str, float] = {}
+    timings: Timings = {}
     if pod.record.phase != "restored":
         return timings
     async with step("worker.release.unseal"):
-        await _timed(timings, "unseal", asyncio.to_thread(pod.network.unseal))
+        await timed(timings, "unseal", asyncio.to_thread(pod.network.unseal))
     async with step("worker.release.thaw"):
-        await _timed(timings, "thaw", pod.ask(lambda guard: guard.thaw("released after the restore")))
+        await timed(timings, "thaw", pod.ask(lambda guard: guard.thaw("released after the restore")))
     if not pod.gone:
         pod.change(Change.RELEASED)
     return timings
