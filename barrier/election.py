@@ -54,6 +54,14 @@ class Leadership:
         self.lost.set()
 
     async def _follow_key(self) -> None:
+        try:
+            await self._until_deleted()
+            log.warning("the leader key was deleted", key=self.key, epoch=self.epoch)
+        except MoorageError as error:
+            log.warning("the leader key cannot be watched", key=self.key, epoch=self.epoch, error=str(error))
+        self.lost.set()
+
+    async def _until_deleted(self) -> None:
         async with aclosing(self._client.watch(self.key, since=self.epoch + 1)) as batches:
             async for batch in batches:
                 gone = any(isinstance(event, Deleted) and event.key == self.key for event in batch.events)
@@ -62,8 +70,6 @@ class Leadership:
                         kv.key == self.key and kv.create_revision == self.epoch for kv in batch.relisted.items
                     )
                 if gone:
-                    log.warning("the leader key was deleted", key=self.key, epoch=self.epoch)
-                    self.lost.set()
                     return
 
     async def resign(self) -> None:

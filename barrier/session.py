@@ -137,7 +137,7 @@ class Session:
             await failpoints.hit("barrier.session.renew.before")
             sent = clock.now()
             try:
-                left = min(interval, self.deadline - sent)
+                left = min(self.ttl / 3, self.deadline - sent)
                 ttl = await self._client.lease_keepalive(self.lease, timeout=max(0.1, left))
             except (Unavailable, Forbidden) as error:
                 log.info("lease not renewed", left=round(self.deadline - clock.now(), 1), error=str(error))

@@ -126,21 +126,21 @@ class Transport:
         await asyncio.gather(*(endpoint.channel.close(None) for endpoint in self._endpoints), return_exceptions=True)
 
     async def connected(self, deadline: float) -> Endpoint:
-        """An endpoint whose connection stands, one that did not fail lately if there is one.
+        """An endpoint whose connection stands: one that did not fail lately, or the one whose failure is oldest.
 
         ``deadline`` is in the event loop's time. All endpoints are tried at once, so that one which swallows packets
         costs nothing. Raises `Unavailable` at the deadline, `EnvironmentLacking` for a dangerous release.
         """
         loop = asyncio.get_running_loop()
         endpoints = self._open()
-        patience = loop.time() + 0.5
+        patience = loop.time() + min(0.5, (deadline - loop.time()) / 4)
         pause = 0.002
         while True:
             ready = [endpoint for endpoint in endpoints if endpoint.ready()]
             now = loop.time()
             good = [endpoint for endpoint in ready if endpoint.suspect_until <= now]
-            if ready and not good and (len(endpoints) == 1 or now >= patience):
-                good = ready
+            if not good and (now >= patience or all(endpoint.suspect_until > now for endpoint in endpoints)):
+                good = sorted(ready, key=lambda endpoint: endpoint.suspect_until)
             if good:
                 if await self._known_version(good[0], deadline):
                     return good[0]
