@@ -1,7 +1,7 @@
 """Talks to an echo server outside of the pod over one connection; opens another if it is reset.
 
-``external.py HOST PORT``: for each step one line there and back. Prints ``connected N``, ``lost after STEP: why`` and at
-the end ``done steps=… connections=…``. Exit code 70 when an echo is wrong, 72 when the server cannot be reached.
+``external.py HOST PORT``: for each step one line there and back. Prints ``connected N``, ``lost after STEP: why`` and
+at the end ``done steps=… connections=…``. Exit code 70 when an echo is wrong, 72 when the server cannot be reached.
 """
 
 from __future__ import annotations
