@@ -77,8 +77,6 @@ class Leader:
     async def run(self) -> None:
         """Take up all jobs and lead. Raises `LeadershipLost` when the term is over."""
         try:
-            self.nodes.on_lost = self._node_lost
-            self.nodes.on_live = self._node_live
             await self._until_lost(self._take_up())
             self._spawn(self.nodes.follow(), "nodes")
             self._spawn(self.checkpoints.housekeeping(), "housekeeping")
@@ -135,6 +133,11 @@ class Leader:
         ]
         for job in names:
             await self.load(job)
+        # Only now: what a node says of a pod would be lost on a job that is not there yet.
+        self.nodes.on_lost = self._node_lost
+        self.nodes.on_live = self._node_live
+        for record in list(self.nodes.live.values()):
+            self._node_live(record)
 
     async def load(self, name: str) -> Job | None:
         """Take up a job that etcd holds; None if there is none, or none that can be read. Raises `Unavailable`."""

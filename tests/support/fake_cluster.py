@@ -42,6 +42,7 @@ class FakeCluster:
         self.nodes: dict[str, FakeNode] = {}
         self.coordinators: dict[str, tuple[Coordinator, asyncio.Task[None], grpc.aio.Channel]] = {}
         self._count = nodes
+        self._channels: list[grpc.aio.Channel] = []
         self._working: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> FakeCluster:
@@ -62,6 +63,8 @@ class FakeCluster:
             await self.stop_coordinator(name)
         for node in self.nodes.values():
             await node.stop()
+        for channel in self._channels:
+            await channel.close(None)
 
     def _issue(self, principal: str) -> TlsFiles:
         return issue(self.folder / "ca", self.folder / principal.replace(":", "-"), principal)
@@ -104,7 +107,7 @@ class FakeCluster:
         _, task, channel = self.coordinators.pop(name)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await channel.close(None)
+        self._channels.append(channel)  # closed at the end: a call under way must meet the death, not a closed channel
 
     def pods(self) -> list[FakePod]:
         return [pod for node in self.nodes.values() for pod in node.pods.values()]
