@@ -123,7 +123,15 @@ class FakeCluster:
 
     # -- calls, to whichever coordinator leads
 
-    async def call(self, method: str, request: Any, *, principal: str = "user:ann") -> Any:
+    async def call_as(self, principal: str, method: str, request: Any) -> Any:
+        """One call to the first coordinator, with another certificate."""
+        coordinator = next(iter(self.coordinators.values()))[0]
+        channel = rpc.aio_channel(f"127.0.0.1:{coordinator.port}", self._tls[principal])
+        self._channels.append(channel)
+        stub = CoordinatorAsyncStub(channel)
+        return await rpc.unary(getattr(stub, method), request, what="coordinator", timeout=WAIT)
+
+    async def call(self, method: str, request: Any) -> Any:
         """One call, made again while no coordinator answers."""
         async with asyncio.timeout(WAIT):
             while True:
