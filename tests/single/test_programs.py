@@ -164,8 +164,9 @@ def test_the_files_are_those_that_were_foretold(tmp_path: Path) -> None:
         assert (str(path.readlink()) if isinstance(content, str) else path.read_bytes()) == content, name
 
 
-def test_the_family_is_whole(tmp_path: Path) -> None:
-    process = _start("family.py", "--steps", "5", "--delay", "0", cwd=tmp_path, TMPDIR=str(tmp_path))
+@pytest.mark.parametrize("options", [(), ("--periodic-timerfd",)])
+def test_the_family_is_whole(tmp_path: Path, options: tuple[str, ...]) -> None:
+    process = _start("family.py", "--steps", "5", "--delay", "0", *options, cwd=tmp_path, TMPDIR=str(tmp_path))
     (output,) = _outputs([process])
     assert process.returncode == 0, output
     assert _done(output)["digest"] == family.expected_digest(5)
