@@ -83,6 +83,16 @@ def test_the_explicit_runtime_comes_first_then_the_default_then_path(
     assert find("criu") == explicit
 
 
+def test_a_configured_runtime_gives_way_to_the_environment(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOORAGE_RUNTIME", "/elsewhere")
+    programs.use(str(machine / "configured"))
+    assert programs.prefixes()[0] == Path("/elsewhere")
+    monkeypatch.delenv("MOORAGE_RUNTIME")
+    programs.use(str(machine / "configured"))
+    configured = program(machine / "configured/bin", "criu", "Version: 4.2")
+    assert find("criu") == configured
+
+
 def test_a_program_that_is_nowhere_is_named_with_the_way_out(machine: Path) -> None:
     with pytest.raises(EnvironmentLacking, match="runc is not installed") as caught:
         find("runc")

@@ -83,6 +83,14 @@ def text(version: Version | None) -> str:
     return ".".join(map(str, version)) if version else "unknown"
 
 
+def use(prefix: str) -> None:
+    """Look into the runtime folder ``prefix`` first, in this process and those that it starts.
+
+    The environment goes before the configuration: where ``MOORAGE_RUNTIME`` is set, nothing changes.
+    """
+    os.environ.setdefault("MOORAGE_RUNTIME", prefix)
+
+
 def prefixes() -> list[Path]:
     """The runtime folders that are looked into, in order."""
     explicit = os.environ.get("MOORAGE_RUNTIME")
