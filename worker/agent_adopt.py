@@ -54,6 +54,8 @@ def found_phase(recorded: Phase, guard: GuardStatus, *, restoring: bool) -> Phas
 
 async def adopt(pod: Pod) -> None:
     """Take over one pod. Raises nothing: a pod that cannot be taken over is ``failed``, and says why."""
+    if pod.dying:
+        return  # of an incarnation that was given up
     if pod.gone:
         await pod.dismiss_guard()
         _go_on(pod)

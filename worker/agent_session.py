@@ -102,6 +102,13 @@ class Registration:
             self._registered = False
             session.lost.set()  # ends the renewals; the lease runs out by itself
 
+    async def update(self, record: NodeRecord) -> None:
+        """Write the node's record anew within the session. Raises `Unavailable`."""
+        session = self._session
+        if session is not None and self.alive:
+            async with step("worker.register.put"):
+                await self._etcd.put(self._keys.node(record.node), msgspec.json.encode(record), lease=session.lease)
+
     def _renewed(self, deadline: float) -> None:
         if self._registered and self._on_deadline is not None:
             self._on_deadline(deadline)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from pathlib import Path
 
 from moorage.barrier import clock
 from moorage.barrier.decision import Step
 from moorage.errors import AttemptAborted, Conflict, Fenced, MoorageError, NotFound
 from moorage.records import Outcome, Vote
 from moorage.v1 import worker_pb2
-from moorage.worker import attempt_capture, persist, pod_end, pod_staging, preflight_pod
+from moorage.worker import attempt_capture, persist, pod_end, preflight_pod
 from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
@@ -232,8 +231,6 @@ async def conclude(pod: Pod, outcome: Outcome) -> None:
     pod.log.info("outcome", attempt=outcome.attempt, kind=outcome.kind, reason=outcome.reason, by=outcome.by)
     if outcome.kind == "stop":
         await pod_end.end(pod, f"stopped with attempt {outcome.attempt}")
-        record.attempt = 0
-        pod.save()
         return
     if record.phase in ATTEMPT_PHASES:
         await _run_on(pod, outcome)
@@ -244,7 +241,7 @@ async def conclude(pod: Pod, outcome: Outcome) -> None:
         persist.begin(pod)
     else:
         await persist.cancel(pod)
-        drop_staged(pod)
+        persist.drop(pod)
 
 
 async def _run_on(pod: Pod, outcome: Outcome) -> None:
@@ -260,14 +257,6 @@ async def _run_on(pod: Pod, outcome: Outcome) -> None:
     record.attempt = 0
     if not pod.gone:
         pod.change(Change.THAWED, reason)
-
-
-def drop_staged(pod: Pod) -> None:
-    """Forget the capture that stands in staging, and delete it."""
-    staged, pod.record.staged = pod.record.staged, None
-    pod.save()
-    if staged is not None:
-        pod_staging.drop(Path(staged.staging))
 
 
 async def resume(pod: Pod, order: worker_pb2.AttemptOrder) -> None:

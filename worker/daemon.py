@@ -27,6 +27,7 @@ from moorage.barrier.client import EtcdClient
 from moorage.config import WorkerConfig
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, UsageError
 from moorage.records import Keys, NodeRecord
+from moorage.runtime import doctor, programs
 from moorage.store import Store
 from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from moorage.worker import inventory
@@ -45,6 +46,7 @@ def run(config: WorkerConfig) -> None:
     configure_logging()
     if os.geteuid() != 0:
         raise EnvironmentLacking("a worker must run as root", "start it with sudo, or as a system service")
+    programs.use(config.runtime)
     with locked(Path(config.state)):
         asyncio.run(_Daemon(config).run())
 
@@ -99,6 +101,7 @@ class _Daemon:
         self._config = config
         self._session_id = secrets.token_hex(8)
         self._port = 0
+        self._ready = True  # until doctor finds something that no pod can run without
 
     async def run(self) -> None:
         config = self._config
@@ -121,16 +124,18 @@ class _Daemon:
         add_WorkerServicer_to_server(WorkerService(agent), server)
         self._port = _bind(server, config)
         stopping = asyncio.create_task(stop.wait())
+        looking: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
         tasks = [asyncio.create_task(registering, name="registration"), stopping]
         try:
             ready = asyncio.create_task(registration.first.wait())
             tasks.append(ready)
-            await _first(ready, *tasks)
+            await _first(*tasks)
             if not stop.is_set():
                 await agent.adopt()
                 await server.start()
                 tasks.append(asyncio.create_task(agent.refresh(), name="refresh"))
+                looking = asyncio.create_task(self._look_at_machine(registration), name="doctor")
                 notify("READY=1")
                 log.info("serving", node=config.node, port=self._port, pods=len(agent.pods))
                 tasks.remove(ready)
@@ -140,12 +145,21 @@ class _Daemon:
             await server.stop(_GRACE_SECONDS)
             if await agent.close():
                 await registration.revoke()
-            for task in tasks:
+            for task in (*tasks, looking):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, looking, return_exceptions=True)
 
     def _record(self) -> NodeRecord:
-        return inventory.record(self._config, session=self._session_id, port=self._port, ready=True)
+        return inventory.record(self._config, session=self._session_id, port=self._port, ready=self._ready)
+
+    async def _look_at_machine(self, registration: Registration) -> None:
+        """Say so in the registration when the machine lacks something. Beside serving: pods that live must not wait."""
+        found = await asyncio.to_thread(doctor.findings, self._config.state)
+        lacking = [f"{finding.name}: {finding.detail}" for finding in found if finding.state == "missing"]
+        if lacking:
+            log.error("no pod can run on this node", lacking=lacking)
+            self._ready = False
+            await registration.update(self._record())
 
 
 def _bind(server: Any, config: WorkerConfig) -> int:

@@ -76,15 +76,17 @@ async def _persist(pod: Pod) -> None:
     except (MoorageError, OSError, KeyError) as error:
         pod.log.warning("not persisted", attempt=staged.attempt, error=str(error))
         vote = msgspec.structs.replace(vote, ok=False, reason=f"{pod.label}: {error}")
-    if await _vote(pod, vote):
-        _drop(pod, staged)
+    if await _vote(pod, vote) and pod.record.staged is staged:
+        await asyncio.to_thread(drop, pod)
 
 
-def _drop(pod: Pod, staged: StagedCapture) -> None:
-    if pod.record.staged is staged:
-        pod.record.staged = None
-        pod.save()
-    pod_staging.drop(Path(staged.staging))
+def drop(pod: Pod) -> None:
+    """Forget the capture that stands in staging, if any, and delete it."""
+    staged, pod.record.staged = pod.record.staged, None
+    pod.captured_layer = None
+    pod.save()
+    if staged is not None:
+        pod_staging.drop(Path(staged.staging))
 
 
 async def _vote(pod: Pod, vote: Vote) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from moorage.errors import Conflict, MoorageError, NotFound, Unavailable
 from moorage.worker import journal, persist, pod_guard, pod_record, pod_staging, pod_user
 from moorage.worker.agent_failpoints import step
-from moorage.worker.guard.client import guard_alive
+from moorage.worker.guard.client import GuardClient, guard_alive
 from moorage.worker.guard.messages import JOURNAL_FILE
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import Change
@@ -38,13 +38,20 @@ async def end(pod: Pod, reason: str) -> None:
             await _kill_processes(pod, 0.0, reason)
     async with step("worker.kill.network"):
         await asyncio.to_thread(pod.network.remove)
+    attempt, pod.record.attempt = pod.record.attempt, 0
     if not pod.gone:
         pod.change(Change.KILLED, reason)
     await pod.dismiss_guard()
+    if attempt:  # settled, or hopeless without this pod
+        await persist.cancel(pod)
+        persist.drop(pod)
 
 
 async def _kill_processes(pod: Pod, grace: float, reason: str) -> None:
     try:
+        if pod.guard is None and guard_alive(pod.folder):  # not adopted (yet)
+            pod.guard = await GuardClient.connect(pod.folder)
+            pod.guard_ready.set()
         done = await pod.ask(lambda guard: guard.kill(grace, reason=reason))
         pod_guard.take_status(pod, done.status)
     except Unavailable:

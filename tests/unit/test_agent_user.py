@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from moorage.errors import UsageError
+from moorage.v1.types_pb2 import JobSpec
+from moorage.worker.pod_user import command_paths, resolve
+
+
+def test_the_user_is_the_one_asked_for_else_the_owner() -> None:
+    assert resolve(JobSpec(owner="user:root"))[:2] == (0, 0)
+    assert resolve(JobSpec(owner="user:nobody-knows", user="root")).home == "/root"
+    assert resolve(JobSpec(owner="x", user="0")).name == "root"
+    assert resolve(JobSpec(owner="x", user="0:7"))[:3] == (0, 7, (7, *resolve(JobSpec(user="0")).groups))
+
+
+def test_a_number_without_an_account_is_taken_as_it_is() -> None:
+    user = resolve(JobSpec(user="4123456:4123457"))
+    assert (user.uid, user.gid, user.groups) == (4123456, 4123457, (4123457,))
+    assert user.environment() == {"HOME": "/", "USER": "4123456", "LOGNAME": "4123456"}
+
+
+@pytest.mark.parametrize(
+    "spec", [JobSpec(user="nobody-knows"), JobSpec(owner="user:nobody-knows"), JobSpec(user="a:b")]
+)
+def test_an_account_that_does_not_exist_is_named(spec: JobSpec) -> None:
+    with pytest.raises(UsageError, match="does not exist on this node"):
+        resolve(spec)
+
+
+def test_a_command_is_found_in_the_jobs_path_with_what_it_links_to(tmp_path: Path) -> None:
+    tool = tmp_path / "real" / "tool"
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tool").symlink_to(tool)
+    spec = JobSpec(command=["tool"], env={"PATH": str(tmp_path / "bin")})
+    assert command_paths(spec) == [str(tmp_path / "bin" / "tool"), str(tool)]
+    relative = JobSpec(command=["./tool"], working_directory=str(tmp_path / "real"))
+    assert command_paths(relative)[0] == str(tool)
+
+
+def test_the_prefix_of_a_virtual_environment_belongs_to_the_command(tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(Path(sys.executable).resolve())
+    (tmp_path / "venv" / "pyvenv.cfg").write_text("")
+    assert str(tmp_path / "venv") in command_paths(JobSpec(command=[str(python)]))
+
+
+@pytest.mark.parametrize("command", [["no-such-command"], ["/no/such/command"], ["./no-such-command"]])
+def test_a_command_that_does_not_exist_is_named(command: list[str]) -> None:
+    with pytest.raises(UsageError, match=f"command {command[0]} does not exist on this node"):
+        command_paths(JobSpec(command=command))
+
+
+def test_a_job_without_a_command_is_refused() -> None:
+    with pytest.raises(UsageError, match="has no command"):
+        command_paths(JobSpec(name="x"))
+
+
+def test_a_command_is_looked_for_in_the_image(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "inside").write_text("#!/bin/sh\n")
+    (tmp_path / "bin" / "inside").chmod(0o755)
+    assert command_paths(JobSpec(command=["inside"], image=str(tmp_path))) == ["/bin/inside"]
+    with pytest.raises(UsageError, match="does not exist in image"):
+        command_paths(JobSpec(command=["elsewhere"], image=str(tmp_path)))
