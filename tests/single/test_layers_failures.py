@@ -124,15 +124,20 @@ def test_an_upper_that_is_in_use_is_not_restored_over(place: Bench) -> None:
     pod = place.start()
     (pod.root / "job/file").write_bytes(b"x")
     tree, index, _ = place.capture(pod)
+    with pytest.raises(Conflict, match="is mounted"):
+        pod.restore(tree, index.contents, place.store.fetch)
+    pod.unmount()
     with pytest.raises(Conflict, match="not empty"):
         pod.restore(tree, index.contents, place.store.fetch)
-    assert (pod.root / "job/file").read_bytes() == b"x"
+    assert (pod.folder / "upper/job/file").read_bytes() == b"x"
 
 
-@pytest.mark.parametrize("point", ["layers.capture.before", "layers.capture.after", "layers.restore.before"])
+@pytest.mark.parametrize(
+    "point", ["layers.capture.before", "layers.capture.after", "layers.restore.before", "layers.restore.after"]
+)
 def test_a_process_that_dies_in_between_can_be_followed_by_another(place: Bench, point: str) -> None:
     pod = place.start()
-    (pod.root / "job/file").write_bytes(b"x" * 1000)
+    (pod.root / "job/empty").touch()
     tree, index, _ = place.capture(pod)
     points = place.top / "failpoints"
     points.mkdir()
@@ -154,6 +159,7 @@ else:
     environment = {**os.environ, "MOORAGE_FAILPOINTS_DIR": str(points), "PYTHONPATH": str(source)}
     done = subprocess.run(command, env=environment, check=False)
     assert done.returncode == -9
+    (pod.root / "job/file").write_bytes(b"x" * 1000)
     tree, index, _ = place.capture(pod)
     layers = PodLayers.from_tree(place.top / "pod8", tree, image=place.image)
     layers.restore(tree, index.contents, place.store.fetch)

@@ -224,8 +224,11 @@ class PodLayers:
         """Fill the empty uppers from ``tree``; ``contents`` is the pod manifest's ``layer_files``.
 
         ``fetch(content, path)`` writes one content into an existing empty file; it is called from several threads.
-        Call before `mount`. Raises `CorruptData`, `NoCapacity`, `Conflict` (an upper is not empty).
+        Call before `mount`; again when a process died within it. Raises `CorruptData`, `NoCapacity`, `Conflict` (an
+        upper is not empty, or the overlay is mounted).
         """
+        if any(is_mounted(layer) for layer in self._layers):
+            raise Conflict(f"the root file system of the pod in {self.folder} is mounted", "restore into a new folder")
         scratch = self.folder / "fetch"
         return restore(self._layers, decode_tree(tree), contents, fetch, scratch=scratch, threads=threads)
 

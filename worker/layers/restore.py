@@ -45,9 +45,12 @@ def restore(
     """See `PodLayers.restore`. ``scratch``: a folder to be made for the time being, on the uppers' file system."""
     failpoints.hit_sync("layers.restore.before")
     saved = {layer.name: layer for layer in tree.layers}
+    if scratch.exists():  # a process died while it restored: what it left is no pod's
+        for layer in layers:
+            _empty(layer.upper)
+        remove_tree(scratch)
     _check(layers, tree, contents)
     index = CaptureIndex(contents=dict(contents), wasteful=wasteful(tree, contents))
-    shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)
     try:
         with _told_plainly(scratch), _Contents(contents, fetch, scratch, threads) as source:
