@@ -26,8 +26,16 @@ def etcd() -> Iterator[Etcd]:
 
 def _record(cpus: int = 1) -> NodeRecord:
     return NodeRecord(
-        node="n", address="a", endpoint="a:1", session="s", pid=1, version="0", lease_seconds=2, cpus=cpus, memory_bytes=1
-    )  # fmt: skip
+        node="n",
+        address="a",
+        endpoint="a:1",
+        session="s",
+        pid=1,
+        version="0",
+        lease_seconds=2,
+        cpus=cpus,
+        memory_bytes=1,
+    )
 
 
 def test_the_node_registers_after_it_looked_at_etcd_and_only_then_promises_a_deadline(etcd: Etcd) -> None:
