@@ -183,7 +183,9 @@ while True:
 def test_a_restore_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         async with pod_lab(tmp_path) as lab:
-            lab.lay(python("open('/data', 'w').write('x' * 100); f = open('/data'); print(1, flush=True)\nwhile True: pass"))
+            lab.lay(
+                python("open('/data', 'w').write('x' * 100); f = open('/data'); print(1, flush=True)\nwhile True: pass")
+            )
             guard = await lab.guard()
             await guard.start()
             await until(lambda: lab.text() == "1\n")
@@ -210,7 +212,7 @@ def test_kill_ends_a_pod_whose_dump_is_under_way(tmp_path: Path) -> None:
             await until(lambda: lab.text() == "1\n")
             await guard.freeze("checkpoint")
             dump = asyncio.create_task(guard.checkpoint(lab.folder / "images", work=lab.folder / "criu"))
-            await until(lambda: (lab.folder / "images" / "inventory.img").exists())
+            await until((lab.folder / "images" / "inventory.img").exists)
             done = await guard.kill()
             assert done.status.phase == "exited"
             with pytest.raises(MoorageError):

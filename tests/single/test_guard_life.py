@@ -112,7 +112,8 @@ def test_what_a_rank_leaves_behind_ends_with_the_pod(tmp_path: Path) -> None:
 def test_io_uring_is_answered_as_if_the_kernel_had_none(tmp_path: Path) -> None:
     async def test() -> None:
         async with pod_lab(tmp_path) as lab:
-            lab.lay(python("import ctypes; l = ctypes.CDLL(None, use_errno=True); l.syscall(425, 1, 0); print(ctypes.get_errno())"))
+            setup = "l = ctypes.CDLL(None, use_errno=True); l.syscall(425, 1, 0)"
+            lab.lay(python(f"import ctypes; {setup}; print(ctypes.get_errno())"))
             guard = await lab.guard()
             await guard.start()
             await until_event(guard, lambda event: event.status.phase == "exited")
@@ -185,7 +186,7 @@ def test_a_bundle_that_cannot_run_is_one_clear_error_and_leaves_nothing(tmp_path
             lab.lay(shell("true"))
             lab.bundle(binds=[Bind(source=tmp_path / "missing", destination="/data")])
             guard = await lab.guard()
-            with pytest.raises(MoorageError, match="runc run failed: .*missing"):
+            with pytest.raises(MoorageError, match=r"runc run failed: .*missing"):
                 await guard.start()
             assert (await guard.status()).phase == "empty"
             assert not lab.cgroup.folder.exists()

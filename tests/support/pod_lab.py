@@ -1,4 +1,4 @@
-"""A pod on this machine for tests: folder, overlay of the host's root, network namespace, guard. Cleans up after itself.
+"""A pod on this machine for tests: folder, overlay of the host's root, network namespace, guard.
 
 What the real layers and the real network do is left out; what runc, CRIU and the guard do is the real thing.
 """
@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import select
 import shutil
 import signal
 import subprocess
@@ -158,13 +159,10 @@ def kill_guard(folder: Path) -> None:
         with contextlib.suppress(OSError):
             arguments = (entry / "cmdline").read_bytes().split(b"\0")
             if b"moorage.worker.guard" in arguments and os.fsencode(folder) in arguments:
-                pid = int(entry.name)
-                descriptor = os.pidfd_open(pid)
-                os.kill(pid, signal.SIGKILL)
-                with contextlib.closing(os.fdopen(descriptor, "rb")) as file:
-                    import select
-
-                    select.select([file], [], [], 10)
+                descriptor = os.pidfd_open(int(entry.name))
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                select.select([descriptor], [], [], 10)
+                os.close(descriptor)
 
 
 @contextlib.asynccontextmanager
@@ -182,7 +180,7 @@ async def pod_lab(base: Path, **changes: Any) -> AsyncIterator[PodLab]:
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait until something that no event announces is so."""
     async with asyncio.timeout(seconds):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -46,8 +47,25 @@ class GuardClient:
     async def spawn(cls, folder: Path, config: m.GuardConfig) -> GuardClient:
         """Write ``config`` and start a guard, which adopts the folder's pod if there is one; or connect to the guard
         that already serves it. Raises `MoorageError` with the guard's own words when it cannot start."""
-        if guard_alive(folder):
-            return await cls.connect(folder)
+        end = time.monotonic() + _SPAWN_SECONDS
+        while True:
+            try:
+                if not guard_alive(folder):
+                    await cls._start(folder, config)
+                client = await cls.connect(folder)
+                try:
+                    await client.status()  # one that is just dying, or still adopting the pod, does not answer
+                    return client
+                except MoorageError:
+                    await client.close()
+                    raise
+            except Unavailable:
+                if time.monotonic() >= end:
+                    raise
+            await asyncio.sleep(0.05)
+
+    @staticmethod
+    async def _start(folder: Path, config: m.GuardConfig) -> None:
         await failpoints.hit("guard.spawn.before")
         await asyncio.to_thread(write_private, folder / m.CONFIG_FILE, msgspec.json.encode(config))
         process = await asyncio.create_subprocess_exec(
@@ -60,11 +78,10 @@ class GuardClient:
         except TimeoutError:
             process.kill()
             raise Unavailable(f"the guard of {folder} did not start in {_SPAWN_SECONDS:.0f} s") from None
-        if process.returncode:
+        if process.returncode and not guard_alive(folder):  # else another caller was faster
             lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
             raise MoorageError(f"the guard of {folder} cannot start: {lines[-1]}", f"see {folder / m.LOG_FILE}")
         await failpoints.hit("guard.spawn.after")
-        return await cls.connect(folder)
 
     @classmethod
     async def connect(cls, folder: Path) -> GuardClient:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 from pathlib import Path
 
 from moorage.errors import Conflict
 from moorage.worker.guard.messages import LOCK_FILE
 
+_numbers = itertools.count()
+
 
 def write_private(path: Path, data: bytes) -> None:
     """Replace a file with one that only its owner can read, so that a reader never sees half of it."""
-    temporary = path.with_name(path.name + ".new")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{next(_numbers)}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(data)
