@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,41 @@ def test_what_stands_in_a_frozen_cgroup_of_a_node_is_ended_with_it(tmp_path: Pat
     assert dev.down(name)
     assert process.wait(SECONDS) == -signal.SIGKILL
     assert not any(group.parent.parent.exists() for group in groups)
+
+
+FIREWALL = """
+from moorage.dev import network
+from moorage.dev.layout import Cluster
+
+one, other = (
+    Cluster(
+        name=name, state="/s", subnet="10.1.1.0/24", lease_seconds=5, etcd_port=1, etcd_peer_port=2, coordinator_port=3
+    )
+    for name in ("one", "other")
+)
+def rules():
+    return network._run("nft", "list", "ruleset")
+network.open_firewall(one)
+assert "filter" not in rules(), "no firewall, nothing to open"
+names = ("forward", "input")
+chains = [f"chain {name.upper()} {{ type filter hook {name} priority 0; policy drop; }}" for name in names]
+network._run("nft", "-f", "-", text="\\n".join(["table ip filter {", *chains, "}"]))
+before = rules()
+network.open_firewall(one)
+network.open_firewall(one)
+network.open_firewall(other)
+assert rules().count(f'"{one.bridge}"') == rules().count(f'"{other.bridge}"') == 3, rules()
+network.close_firewall(one)
+assert one.bridge not in rules()
+assert rules().count(f'"{other.bridge}"') == 3, rules()
+network.close_firewall(other)
+network.close_firewall(other)
+assert rules() == before, rules()
+"""
+
+
+def test_a_firewall_that_drops_what_is_forwarded_is_opened_for_the_bridge_and_closed_again() -> None:
+    subprocess.run(["unshare", "--net", sys.executable, "-P", "-c", FIREWALL], check=True, timeout=60)
 
 
 def with_settings(group: Path) -> None:

@@ -9,6 +9,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from moorage.dev.layout import RUN_FOLDER, Cluster, Node, write_atomically
 from moorage.errors import MoorageError
 from moorage.runtime import programs
@@ -19,6 +21,8 @@ IP_FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
 FORWARD_BEFORE = RUN_FOLDER / "locks" / "ip_forward"
 #: In a node's namespace: drops what goes to and comes from etcd and the coordinator.
 CUT_TABLE = "moorage_dev_cut"
+#: iptables' chains through which the nodes' packets go, and how a rule there names the bridge.
+_GUARDED = {"FORWARD": ("iifname", "oifname"), "INPUT": ("iifname",)}
 
 
 def _run(program: str, *arguments: str, text: str | None = None) -> str:
@@ -92,6 +96,51 @@ def create(cluster: Cluster) -> None:
             }}
         }}"""
     _run("nft", "-f", "-", text=rules)
+    open_firewall(cluster)
+
+
+def open_firewall(cluster: Cluster) -> None:
+    """Let the nodes' packets through where another program made the machine drop them (Docker: what is forwarded; ufw:
+    what comes in). Idempotent.
+
+    The bridge's own frames meet the chain of what is forwarded too, when ``br_netfilter`` is loaded.
+    """
+    for name, directions in _GUARDED.items():
+        chain = _chain(name)
+        if chain.policy != "drop" or _mark(cluster) in dict(chain.handles):
+            continue
+        for direction in directions:
+            rule = f'{direction} "{cluster.bridge}" counter accept comment "{_mark(cluster)}"'
+            _run("nft", "insert", "rule", "ip", "filter", name, rule)
+
+
+def close_firewall(cluster: Cluster) -> None:
+    """Undo `open_firewall`. Idempotent."""
+    for name in _GUARDED:
+        for comment, handle in _chain(name).handles:
+            if comment == _mark(cluster):
+                _run("nft", "delete", "rule", "ip", "filter", name, "handle", str(handle))
+
+
+class _Chain(msgspec.Struct, frozen=True):
+    policy: str = ""
+    handles: tuple[tuple[str, int], ...] = ()  # (comment, handle) of each rule that has a comment
+
+
+def _mark(cluster: Cluster) -> str:
+    return f"moorage-dev-{cluster.id}"
+
+
+def _chain(name: str) -> _Chain:
+    """A chain of iptables' filter table; without a policy where there is none."""
+    try:
+        answer = json.loads(_run("nft", "-j", "-a", "list", "chain", "ip", "filter", name))
+    except MoorageError:
+        return _Chain()
+    entries = answer["nftables"]
+    policy = next((entry["chain"].get("policy", "") for entry in entries if "chain" in entry), "")
+    rules = [entry["rule"] for entry in entries if "rule" in entry]
+    return _Chain(policy, tuple((rule["comment"], rule["handle"]) for rule in rules if "comment" in rule))
 
 
 def create_node(cluster: Cluster, node: Node) -> None:
@@ -157,9 +206,10 @@ def remove_node(cluster: Cluster, node: Node) -> None:
 
 
 def remove(cluster: Cluster, *, last: bool) -> None:
-    """Remove bridge and table; ``last``: no other cluster is left, so put the machine's setting back. Idempotent."""
+    """Remove bridge and rules; ``last``: no other cluster is left, so put the machine's setting back. Idempotent."""
     if link_exists(cluster.bridge):
         _ip("link", "delete", cluster.bridge)
+    close_firewall(cluster)
     _run("nft", "-f", "-", text=f"table ip {cluster.table} {{}}\ndelete table ip {cluster.table}\n")
     if last:
         with contextlib.suppress(FileNotFoundError):
