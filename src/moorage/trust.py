@@ -13,30 +13,16 @@ import ipaddress
 import os
 from pathlib import Path
 
-import msgspec
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from moorage.tls import TlsFiles
+
+__all__ = ["SERVER_NAME", "TlsFiles", "create_authority", "issue"]
+
 SERVER_NAME = "moorage"
-
-
-class TlsFiles(msgspec.Struct, frozen=True):
-    """Paths of PEM files: the authority to trust, and this process's certificate chain and private key."""
-
-    ca: str
-    cert: str
-    key: str
-
-    @classmethod
-    def in_folder(cls, folder: Path) -> TlsFiles:
-        """The files as `issue` lays them: ``ca.pem``, ``cert.pem``, ``key.pem``."""
-        return cls(str(folder / "ca.pem"), str(folder / "cert.pem"), str(folder / "key.pem"))
-
-    def read(self) -> tuple[bytes, bytes, bytes]:
-        """Contents of ``(ca, cert, key)``. Raises `OSError`."""
-        return Path(self.ca).read_bytes(), Path(self.cert).read_bytes(), Path(self.key).read_bytes()
 
 
 def _write_private(path: Path, data: bytes) -> None:

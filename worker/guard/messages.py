@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 from moorage.errors import WireError
-from moorage.trust import TlsFiles
+from moorage.tls import TlsFiles
 
 CONFIG_FILE = "guard.json"
 SOCKET_FILE = "guard.sock"
