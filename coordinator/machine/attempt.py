@@ -140,7 +140,11 @@ def written(t: Turn, event: Written) -> None:
     t.record(Commit(record, event.generation))
     if attempt.kind == "stop":
         t.record(Conclude(_outcome(attempt, "stop", "committed")))
-    pause = f"the job stood still for {attempt.pause_seconds:.2f} s, " if attempt.pause_seconds else ""
+    pause = (
+        f"the job stood still for {attempt.pause_seconds:.2f} s, "
+        if attempt.pause_seconds and attempt.kind == "resume"
+        else ""
+    )
     t.attempt_step(
         "committed",
         f"{pause}{_size(attempt.bytes_new)} of {_size(attempt.bytes_total)} were new",
@@ -159,6 +163,7 @@ def written(t: Turn, event: Written) -> None:
 
 def _follow(t: Turn, attempt: AttemptState, checkpoint: str) -> None:
     if attempt.purpose == "checkpoint":
+        t.set(reason=f"job {t.state.name} runs; {checkpoint} is its newest checkpoint")
         after(t)
         return
     t.set(trouble=None)
