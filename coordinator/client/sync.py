@@ -46,13 +46,21 @@ class _Loop:
             raise
 
     def iterate(self, items: AsyncIterator[T]) -> Iterator[T]:
+        under_way: asyncio.Task[Any] | None = None
+
         async def advance() -> tuple[bool, T | None]:
+            nonlocal under_way
+            under_way = asyncio.current_task()
             try:
                 return True, await anext(items)
             except StopAsyncIteration:
                 return False, None
 
         async def finish() -> None:
+            # An interrupt may have come at any point of `run`: the step that it left behind must end first.
+            if under_way is not None and not under_way.done():
+                under_way.cancel()
+                await asyncio.wait([under_way])
             close = getattr(items, "aclose", None)
             if close is not None:
                 await close()
@@ -69,9 +77,19 @@ class _Loop:
     def close(self) -> None:
         if self._loop.is_closed():
             return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+
+        async def cancel_all() -> None:
+            left = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+        try:
+            self.run(cancel_all())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
 
 class Client:

@@ -194,6 +194,7 @@ class Servicer:
 
     async def ReadLogs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[worker_pb2.LogChunk]:
         self._note("ReadLogs", request)
+        job = self._job(request.job)
         reached = {position.pod: position.offset for position in request.positions}
         for number, chunk in enumerate(self.logs):
             if chunk.offset > reached.get(chunk.pod, 0) and request.rank in (-1, chunk.rank):
@@ -201,6 +202,8 @@ class Servicer:
                 if self.on_log:
                     self.on_log(number)
                 await self._break_stream(number, context)
+        while request.follow and not job.over:
+            await self.changed.wait()
 
     async def _break_stream(self, number: int, context: Any) -> None:
         if self.break_streams_after and number + 1 == self.break_streams_after:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -380,6 +387,123 @@ def test_ctrl_c_stops_the_job_once_and_again_at_once(
     monkeypatch.setattr(follow, "_confirm", lambda job: False)
     done = run("run", "--name", "on", "--", "sleep", "9")
     assert done.code == 0 and "runs on" in done.err and len(coordinator.asked("Stop")) == 2
+
+
+class Terminal:
+    """`moorage` in a process of its own, on a terminal: what it writes there, and keys typed into it."""
+
+    def __init__(self, coordinator: FakeCoordinator, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        environ = os.environ | {"MOORAGE_CONFIG": str(coordinator.config_file)}
+        take_terminal = (
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        )
+        line = [sys.executable, "-c", take_terminal, sys.executable, "-m", "moorage.cli.main", *arguments]
+        self.process = subprocess.Popen(
+            line, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, start_new_session=True
+        )
+        os.close(theirs)
+        self.seen = ""
+
+    def until(self, text: str) -> None:
+        while text not in self.seen:
+            ready = select.select([self._ours], [], [], 30)[0]
+            assert ready, f"{text!r} did not come: {self.seen}"
+            try:
+                self.seen += os.read(self._ours, 65536).decode()
+            except OSError:  # the process ended, and with it the terminal
+                raise AssertionError(f"{text!r} did not come: {self.seen}") from None
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def until_it_reads(self) -> None:
+        # An interrupt that comes just before Python enters read() is noticed only after it. People are not so fast.
+        deadline = time.monotonic() + 30
+        while not re.match(r"\d+ 0x0 ", Path(f"/proc/{self.process.pid}/syscall").read_text()):
+            assert time.monotonic() < deadline, self.seen
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        code = self.process.wait(30)
+        os.close(self._ours)
+        return code
+
+
+def test_ctrl_c_on_a_terminal_asks_and_no_lets_the_job_run_on(coordinator: FakeCoordinator) -> None:
+    coordinator.state.logs = [_chunk(0, "working\n")]
+    terminal = Terminal(coordinator, "run", "--name", "j", "--", "sleep", "9")
+    terminal.until("working")
+    terminal.type("\x03")
+    terminal.until("[y/N]")
+    terminal.type("n\n")
+    terminal.until("runs on")
+    assert terminal.end() == 0
+    assert coordinator.asked("Stop") == [] and "Traceback" not in terminal.seen
+
+
+def test_ctrl_c_on_a_terminal_and_yes_stops_the_job(coordinator: FakeCoordinator) -> None:
+    coordinator.state.logs = [_chunk(0, "working\n")]
+    terminal = Terminal(coordinator, "run", "--name", "j", "--", "sleep", "9")
+    terminal.until("working")
+    terminal.type("\x03")
+    terminal.until("[y/N]")
+    terminal.type("y\n")
+    terminal.until("stopping job")
+    assert terminal.end() == 130
+    assert [request.grace_seconds for request in coordinator.asked("Stop")] == [10]
+    assert "Traceback" not in terminal.seen
+
+
+def test_a_second_ctrl_c_stops_the_job_at_once(coordinator: FakeCoordinator) -> None:
+    coordinator.state.logs = [_chunk(0, "working\n")]
+    terminal = Terminal(coordinator, "run", "--name", "j", "--", "sleep", "9")
+    terminal.until("working")
+    terminal.type("\x03")
+    terminal.until("[y/N]")
+    terminal.until_it_reads()
+    terminal.type("\x03")
+    assert terminal.end() == 130
+    assert [request.grace_seconds for request in coordinator.asked("Stop")] == [0]
+    assert "Traceback" not in terminal.seen
+
+
+def test_a_terminal_sees_a_progress_bar_and_data_all_the_same(coordinator: FakeCoordinator) -> None:
+    coordinator.state.add("j")
+    terminal = Terminal(coordinator, "checkpoint", "j")
+    terminal.until("checkpoint of j")
+    terminal.until("c-1\r\n")
+    assert terminal.end() == 0
+
+
+def test_an_interrupt_without_a_terminal_stops_the_job(coordinator: FakeCoordinator) -> None:
+    coordinator.state.logs = [_chunk(0, "working\n")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "moorage.cli.main", "run", "--", "sleep", "9"],
+        env=os.environ | {"MOORAGE_CONFIG": str(coordinator.config_file)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, len(coordinator.asked("Stop"))) == (130, 1), err
+    assert "Traceback" not in err
+
+
+def test_a_reader_that_goes_away_is_no_error(coordinator: FakeCoordinator) -> None:
+    coordinator.state.add("j")
+    coordinator.state.logs = [_chunk(0, "line\n" * 100_000)]
+    environ = os.environ | {"MOORAGE_CONFIG": str(coordinator.config_file)}
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "moorage.cli.main", "logs", "j"],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert writer.stdout is not None and writer.stderr is not None
+    assert writer.stdout.readline() == b"line\n"
+    writer.stdout.close()
+    assert (writer.wait(60), writer.stderr.read()) == (0, b"")
+    writer.stderr.close()
 
 
 def test_the_version_is_printed(run: Run) -> None:
