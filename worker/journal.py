@@ -210,6 +210,7 @@ class Journal:
                 note = Frame(Kind.LOST, 0, self.sequence, frame.time_ns, struct.pack("<Q", missing), FLAG_GUARD)
                 out += encode(note)
                 fresh.append(note)
+                self._see(note)
             out += data[found.start : found.end]
             fresh.append(frame)
             self._see(frame)
@@ -224,7 +225,6 @@ class Journal:
         elif frame.kind == Kind.LOST:
             self.lost += int.from_bytes(frame.payload, "little")
         if not frame.flags & FLAG_GUARD:
-            self.lost += max(0, frame.sequence - self.sequence - 1)
             self.sequence = frame.sequence
 
     def _write(self, data: bytes) -> None:

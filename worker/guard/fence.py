@@ -36,10 +36,12 @@ class Action(enum.Enum):
 
 
 class Deadline(NamedTuple):
-    """``until``: when the promise ends. ``since``: when the guard first had a promise that has been unbroken since."""
+    """``until``: when the promise ends. ``since``: when the guard first had a promise that has been unbroken since.
+    ``lapsed``: there was a time without one, and the pod was not freed since."""
 
     until: float
     since: float
+    lapsed: bool = False
 
 
 class Read(NamedTuple):
@@ -54,8 +56,15 @@ def renew(deadline: Deadline, until: float, now: float) -> Deadline:
     """The promise after a message of the worker that it holds ``until``. It never becomes shorter."""
     if until <= deadline.until:
         return deadline
-    broken = now >= deadline.until
-    return Deadline(until, now if broken else deadline.since)
+    if now < deadline.until:
+        return deadline._replace(until=until)
+    # Even if this guard has not noticed yet (its machine slept): the pod has to be fenced and confirmed first.
+    return Deadline(until, since=now, lapsed=True)
+
+
+def freed(deadline: Deadline) -> Deadline:
+    """The promise after the pod was freed under it."""
+    return deadline._replace(lapsed=False)
 
 
 def decide(state: State, now: float, deadline: Deadline, read: Read | None, own: int) -> tuple[Action, ...]:
@@ -63,12 +72,12 @@ def decide(state: State, now: float, deadline: Deadline, read: Read | None, own:
     if state is State.GONE:
         return ()
     if state is State.OPEN:
-        return (Action.FENCE, Action.READ) if now >= deadline.until else ()
+        return (Action.FENCE, Action.READ) if now >= deadline.until or deadline.lapsed else ()
     if read is None:
         return (Action.READ,)
     if read.incarnation > own or read.incarnation == 0:
         return (Action.KILL,)
-    if read.incarnation == own and now < deadline.until and read.asked >= deadline.since:
+    if read.incarnation == own and now < deadline.until and read.asked > deadline.since:
         return (Action.LIFT,)
     # Its own, but nobody promises anything; or an answer older than the promise; or a number that is lower than one
     # that was valid, which only an etcd restored from a backup gives: wait for another answer, standing still.

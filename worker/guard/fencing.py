@@ -98,6 +98,7 @@ class Fencing:
                 self._reader = asyncio.create_task(self._keep_asking())
             elif action is Action.LIFT:
                 log.info("the incarnation is still the job's own", incarnation=self._own)
+                self._deadline = fence.freed(self._deadline)  # first: it may lapse again meanwhile
                 await self._pod.lift()
                 self._state, self._must_fence = State.OPEN, False
             elif action is Action.KILL and self._read is not None:
