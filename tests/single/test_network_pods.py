@@ -11,7 +11,7 @@ import pytest
 from moorage.errors import Conflict, NotFound
 from moorage.worker.network import PublishedPort, namespace, resolver
 from moorage.worker.network.cut import cut_by_names, uncut_by_names
-from tests.support.network_lab import CLUSTER, WORLD_ADDRESS, Lab, connect, connected, datagram_socket, listen
+from tests.support.network_lab import WORLD_ADDRESS, Lab, connect, connected, datagram_socket, listen
 
 pytestmark = pytest.mark.root
 
@@ -248,7 +248,7 @@ def test_remove_all_removes_what_a_killed_worker_left(lab: Lab) -> None:
     from moorage.worker.network import leftovers, remove_all
 
     lab.pair(0, 0, 1)
-    found = lab.on(0, lambda: remove_all(CLUSTER, "node-0"))
+    found = lab.on(0, lambda: remove_all(lab.cluster, "node-0"))
     assert {entry.split()[0] for entry in found} == {"netns", "link", "table"}
     assert lab.left(0) == []
-    assert lab.on(1, lambda: leftovers(CLUSTER, "node-1"))
+    assert lab.on(1, lambda: leftovers(lab.cluster, "node-1"))

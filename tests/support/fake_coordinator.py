@@ -91,8 +91,9 @@ class Servicer:
         self._note("WatchJob", request)
         while True:
             changed, job = self.changed, self._job(request.job)
+            over = job.over  # it may change while the message goes out
             yield job
-            if job.over:
+            if over:
                 return
             await changed.wait()
 

@@ -16,14 +16,17 @@ from moorage.runtime import programs
 from moorage.worker.network import MemberAddress, PodNetwork, PublishedPort, leftovers, namespace, remove_all
 
 T = TypeVar("T")
-CLUSTER = "network-test"
 WORLD_ADDRESS = "10.88.0.254"
 
 
 class Lab:
-    """Use as a context manager. Hosts are numbered; host *i* has the address 10.88.0.(i+1)."""
+    """Use as a context manager. ``tag`` names it: two with different tags do not meet.
+
+    Hosts are numbered; host *i* has the address 10.88.0.(i+1).
+    """
 
     def __init__(self, hosts: int = 3, tag: str = "moortest") -> None:
+        self.cluster = tag
         self.world = namespace.FOLDER / f"{tag}w"
         self.hosts = [namespace.FOLDER / f"{tag}{number}" for number in range(hosts)]
         self._made: list[tuple[int, PodNetwork]] = []
@@ -58,7 +61,7 @@ class Lab:
         for path in self.hosts:
             if path.exists():
                 with suppress(OSError):
-                    namespace.run_in(path, lambda: remove_all(CLUSTER))
+                    namespace.run_in(path, lambda: remove_all(self.cluster))
         for path in (*self.hosts, self.world):
             namespace.delete(path)
 
@@ -85,7 +88,7 @@ class Lab:
         """The network of pod number ``pod`` of a job whose pods run on the hosts ``placement``. Not created yet."""
         host = placement[pod]
         network = PodNetwork(
-            cluster=CLUSTER,
+            cluster=self.cluster,
             node=f"node-{host}",
             job=job,
             pod=pod,
@@ -122,7 +125,7 @@ class Lab:
 
     def left(self, host: int) -> list[str]:
         """What is left of moorage on the host."""
-        return self.on(host, lambda: leftovers(CLUSTER, f"node-{host}"))
+        return self.on(host, lambda: leftovers(self.cluster, f"node-{host}"))
 
 
 def listen(path: Path, address: str, port: int) -> socket.socket:
