@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -25,6 +26,7 @@ from moorage.config import CoordinatorConfig
 from moorage.coordinator.leader import Leader
 from moorage.coordinator.machine import Policies
 from moorage.coordinator.persist import LeadershipLost
+from moorage.coordinator.predecessor import Predecessor
 from moorage.coordinator.service import CoordinatorService
 from moorage.errors import Conflict, MoorageError, UsageError
 from moorage.records import Keys
@@ -65,7 +67,11 @@ async def _until_signal(config: CoordinatorConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    coordinator = Coordinator(config)
+    with Predecessor(Path(config.state), config.cluster) as predecessor:
+        await _until_stopped(Coordinator(config, predecessor=predecessor), stop)
+
+
+async def _until_stopped(coordinator: Coordinator, stop: asyncio.Event) -> None:
     running = asyncio.create_task(coordinator.run())
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -95,9 +101,12 @@ def notify(message: str) -> None:
 class Coordinator:
     """One coordinator process: `run` ends only when cancelled. ``port`` is set once it listens."""
 
-    def __init__(self, config: CoordinatorConfig, policies: Policies | None = None) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, policies: Policies | None = None, *, predecessor: Predecessor | None = None
+    ) -> None:
         self._config = config
         self._policies = policies
+        self._predecessor = predecessor
         self._keys = Keys(config.cluster)
         self.service = CoordinatorService(config)
         self.port = 0
@@ -136,8 +145,13 @@ class Coordinator:
 
     async def _term(self, etcd: EtcdClient, store: Store) -> None:
         """Stand for election and lead until that is over."""
+        predecessor = self._predecessor
         try:
+            if predecessor is not None:
+                await predecessor.bury(etcd)
             async with Session.open(etcd, self._config.lease_seconds) as session:
+                if predecessor is not None:
+                    predecessor.succeed(session.lease)
                 leadership = await campaign(etcd, session, self._keys.leader, self._config.advertise.encode())
                 try:
                     await self._lead(etcd, store, leadership)

@@ -27,7 +27,6 @@ NAMES: tuple[str, ...] = tuple(
         "worker.capture.record",
         "worker.vote.captured",
         "worker.vote.persisted",
-        "worker.outcome.abort",
         "worker.outcome.unseal",
         "worker.outcome.thaw",
         "worker.persist.images",

@@ -5,7 +5,7 @@ the failpoint's name there; its content is the action. The first process that re
 file (the removal is the claim: one file fires once, in one process) and acts:
 
 ``kill``            SIGKILL to this process
-``error TEXT``      raise `MoorageError(TEXT)`
+``error TEXT``      raise `MoorageError(TEXT)`; with ``Kind: TEXT`` the error of `moorage.errors` called so
 ``stall SECONDS``   stop this process's event loop for that long (asynchronous failpoints: only the task)
 ``kill@NODE``       any action may end in ``@ROLE``: only a process whose ``MOORAGE_FAILPOINT_ROLE`` is ROLE acts
 
@@ -21,6 +21,7 @@ import signal
 import time
 from pathlib import Path
 
+from moorage import errors
 from moorage.errors import MoorageError
 
 _DIR = os.environ.get("MOORAGE_FAILPOINTS_DIR", "")
@@ -66,6 +67,9 @@ def _act(name: str, action: str) -> float:
         # SIGKILL is delivered before the call returns to user space on Linux; this line guards against a change.
         time.sleep(60)
     if verb == "error":
+        kind, colon, text = argument.partition(": ")
+        if colon and kind.isidentifier():
+            raise errors.by_name(kind)(text)
         raise MoorageError(argument or f"failpoint {name}")
     if verb == "stall":
         return float(argument)

@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 FIRST_BACKOFF = 0.2
 LONGEST_BACKOFF = 5.0
 #: A process that ran for so long starts again at once when it dies.
-SETTLED_AFTER = 10.0
+SETTLED_AFTER = 2.0
 STOP_GRACE = 10.0
 
 
