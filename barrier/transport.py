@@ -103,9 +103,12 @@ class Transport:
         self.closed = False
         self.where = ",".join(self._targets)
 
-    def _open(self) -> list[Endpoint]:
+    def _check_open(self) -> None:
         if self.closed:
             raise Unavailable(f"the client of etcd at {self.where} is closed")
+
+    def _open(self) -> list[Endpoint]:
+        self._check_open()
         if not self._endpoints:
             credentials = None
             if self._tls:
@@ -136,6 +139,7 @@ class Transport:
         patience = loop.time() + min(0.5, (deadline - loop.time()) / 4)
         pause = 0.002
         while True:
+            self._check_open()
             ready = [endpoint for endpoint in endpoints if endpoint.ready()]
             now = loop.time()
             good = [endpoint for endpoint in ready if endpoint.suspect_until <= now]
@@ -159,11 +163,10 @@ class Transport:
             left = max(0.1, deadline - asyncio.get_running_loop().time())
             try:
                 metadata = await self.metadata(endpoint, deadline)
-                status = await endpoint.method("Maintenance.Status")(
-                    rpc_pb2.StatusRequest(),
-                    timeout=left if len(self._endpoints) == 1 else min(left, 2.0),
-                    metadata=metadata,
-                )
+                left = left if len(self._endpoints) == 1 else min(left, 2.0)
+                request = rpc_pb2.StatusRequest()
+                with self.calling(endpoint, "Maintenance.Status", request, timeout=left, metadata=metadata) as call:
+                    status = await call
             except grpc.aio.AioRpcError as error:
                 meaning = classify(error.code(), error.details() or "")
                 if meaning == "refused" or (meaning == "token" and not self.user):
@@ -195,18 +198,23 @@ class Transport:
             return f"{host}:{port} accepts TCP but not this TLS: check the files and the names in its certificate"
         return f"{host}:{port} accepts TCP but does not speak plain gRPC: does it want TLS?"
 
-    def raise_if_closed(self) -> None:
-        """gRPC cancels whoever waits on a channel that is closed; to them that must not look like their own cancel."""
-        task = asyncio.current_task()
-        if self.closed and not (task and task.cancelling()):
-            raise Unavailable(f"the client of etcd at {self.where} was closed")
-
     @contextlib.contextmanager
-    def tracked(self, call: Any) -> Iterator[Any]:
-        """Let `close` end ``call``, and end it in any case when the block is left."""
+    def calling(self, endpoint: Endpoint, method: str, request: Any, **how: Any) -> Iterator[Any]:
+        """Start a call, which ends with the block or with `close`. Raises `Unavailable` once this client is closed.
+
+        Give a stream its requests as an iterator: gRPC hangs in a ``write`` whose call is cancelled.
+        """
+        self._check_open()  # gRPC lets a call on a closed channel hang
+        call = endpoint.method(method)(request, **how)
         self._calls.add(call)
         try:
             yield call
+        except asyncio.CancelledError:
+            # To who waits on a call that `close` ended, that must not look like their own cancellation.
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                self._check_open()
+            raise
         finally:
             self._calls.discard(call)
             call.cancel()  # does nothing to a call that has ended
@@ -229,7 +237,8 @@ class Transport:
                 left = max(0.1, min(2.0, deadline - asyncio.get_running_loop().time()))
                 request = rpc_pb2.AuthenticateRequest(name=self.user, password=self._password)
                 try:
-                    reply = await endpoint.method("Auth.Authenticate")(request, timeout=left)
+                    with self.calling(endpoint, "Auth.Authenticate", request, timeout=left) as call:
+                        reply = await call
                 except grpc.aio.AioRpcError as error:
                     details = error.details() or ""
                     if "authentication is not enabled" in details:
@@ -275,15 +284,9 @@ class Transport:
             try:
                 metadata = await self.metadata(endpoint, deadline)
                 sent = True
-                function = endpoint.method(method)
-                if stream:
-                    with self.tracked(function(timeout=left, metadata=metadata)) as call:
-                        return await _exchange(call, request)
-                with self.tracked(function(request, timeout=left, metadata=metadata)) as call:
-                    return await call
-            except asyncio.CancelledError:
-                self.raise_if_closed()
-                raise
+                argument = [request] if stream else request
+                with self.calling(endpoint, method, argument, timeout=left, metadata=metadata) as call:
+                    return await (_exchange(call) if stream else call)
             except grpc.aio.AioRpcError as error:
                 details = error.details() or error.code().name
                 meaning = classify(error.code(), details)
@@ -303,19 +306,12 @@ class Transport:
             pause = min(pause * 2, 0.5)
 
 
-async def _exchange(call: Any, request: Any) -> Any:
-    answered = False
-    try:
-        await call.write(request)
-        reply = await call.read()
-        if reply is EOF:
-            nothing = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the stream ended early", None)
-        answered = True
-        await call.done_writing()
-        await call.read()
-        return reply
-    except grpc.aio.AioRpcError:
-        if answered:
-            return reply
-        raise
+async def _exchange(call: Any) -> Any:
+    """The one answer of a stream whose requests have all been given to it."""
+    reply = await call.read()
+    if reply is EOF:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "the stream ended early", None)
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        await call.read()  # let the stream end by itself, which leaves nothing behind in gRPC
+    return reply

@@ -85,8 +85,7 @@ async def _stream(client: EtcdClient, prefix: str, following: int) -> AsyncGener
     )  # fmt: skip
     parts: list[Event] = []
     try:
-        with transport.tracked(endpoint.method("Watch.Watch")(metadata=metadata)) as call:
-            await call.write(rpc_pb2.WatchRequest(create_request=create))
+        with transport.calling(endpoint, "Watch.Watch", _requests(create), metadata=metadata) as call:
             while (reply := await call.read()) is not EOF:
                 if reply.canceled:
                     _cancelled(transport, metadata, endpoint.target, reply)
@@ -104,9 +103,6 @@ async def _stream(client: EtcdClient, prefix: str, following: int) -> AsyncGener
                 if revision >= following:
                     following = revision + 1
                     yield WatchBatch(revision, news)
-    except asyncio.CancelledError:
-        transport.raise_if_closed()
-        raise
     except grpc.aio.AioRpcError as error:
         details = error.details() or ""
         meaning = classify(error.code(), details)
@@ -117,6 +113,11 @@ async def _stream(client: EtcdClient, prefix: str, following: int) -> AsyncGener
         else:
             transport.suspect(endpoint)
         raise
+
+
+async def _requests(create: rpc_pb2.WatchCreateRequest) -> AsyncGenerator[rpc_pb2.WatchRequest, None]:
+    yield rpc_pb2.WatchRequest(create_request=create)
+    await asyncio.Event().wait()  # the watch lives as long as its stream is open
 
 
 def _cancelled(transport: Transport, metadata: Any, target: str, reply: rpc_pb2.WatchResponse) -> None:

@@ -114,6 +114,8 @@ class Etcd:
             "--log-level=warn",
             *self._arguments,
         ]
+        if self.members == 1:  # it elects itself: no need to wait for others
+            command += ["--heartbeat-interval=20", "--election-timeout=200"]
         if not self._durable:
             command.append("--unsafe-no-fsync")
         if self._server_tls:

@@ -50,6 +50,9 @@ class ModelEtcd:
             assert len(part) <= MAX_OPS, "etcd refuses so large a transaction"
         puts = [op.key for op in success if isinstance(op, PutOp)]
         assert len(puts) == len(set(puts)), "etcd refuses two puts of one key in one transaction"
+        deletes = [op for op in success if isinstance(op, DeleteOp)]
+        torn = [k for k in puts for d in deletes if (k.startswith(d.key) if d.prefix else k == d.key)]
+        assert not torn, "etcd refuses a put beside a delete of the same key"
         succeeded = all(map(self.holds, compare))
         events: list[Event] = []
         gets: list[KeyValue | None] = []
