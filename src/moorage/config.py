@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from moorage.errors import NotFound, UsageError
-from moorage.trust import TlsFiles
+from moorage.tls import TlsFiles
 
 OutputFormat = Literal["table", "json", "yaml"]
 

@@ -21,7 +21,7 @@ from moorage.errors import (
     from_wire,
     to_wire,
 )
-from moorage.trust import SERVER_NAME, TlsFiles
+from moorage.tls import SERVER_NAME, TlsFiles
 
 log = structlog.get_logger(__name__)
 

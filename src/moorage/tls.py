@@ -6,6 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+#: The name in every server's certificate: nodes come and go with addresses of their own.
+SERVER_NAME = "moorage"
+
 
 class TlsFiles(msgspec.Struct, frozen=True):
     """Paths of PEM files: the authority to trust, and this process's certificate chain and private key."""

@@ -18,11 +18,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from moorage.tls import TlsFiles
+from moorage.tls import SERVER_NAME, TlsFiles
 
 __all__ = ["SERVER_NAME", "TlsFiles", "create_authority", "issue"]
-
-SERVER_NAME = "moorage"
 
 
 def _write_private(path: Path, data: bytes) -> None:
