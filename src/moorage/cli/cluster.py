@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moorage.cli.options import DryRun, Output, client, output_format
+from moorage.cli.options import DryRun, Output, client, local_output_format, output_format
 from moorage.cli.output import bytes_text, progress, remark, write
 from moorage.cli.values import seconds
 from moorage.errors import Conflict, EnvironmentLacking, NotFound
@@ -80,7 +80,7 @@ def up(
     """Start etcd, a coordinator and N workers on this machine, each worker in a namespace that stands for a host."""
     from moorage.dev import cluster, layout
 
-    form = output_format(output)
+    form = local_output_format(output)
     if dry_run:
         layout.check_name(name)
         if name in layout.names():

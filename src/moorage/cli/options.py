@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -31,6 +32,11 @@ def output_format(flag: str | None) -> str:
     if flag:
         flags["output"] = flag
     return config.output_format(config.client_settings(flags, config=config_file[0]))
+
+
+def local_output_format(flag: str | None) -> str:
+    """The same for commands that need no cluster: they work also when the configured files are gone."""
+    return config.output_format({"output": flag or os.environ.get("MOORAGE_OUTPUT") or "table"})
 
 
 @contextmanager
