@@ -57,7 +57,8 @@ class PodLab:
         self.folder = base / self.name
         self.root = self.folder / "merged"
         self.upper = self.folder / "upper"
-        self.cgroup = PodCgroup(f"/moorage-test/{self.name}")
+        self.cgroup_path = f"/moorage-test-{self.name}/pod"
+        self.cgroup = PodCgroup(self.cgroup_path)
         self._clients: list[GuardClient] = []
         self.family = [] if family is None else family
         self.family.append(self)
@@ -87,7 +88,7 @@ class PodLab:
         oci.write_bundle(
             self.folder,
             oci.PodConfig(
-                root=self.root, netns=netns, hostname="pod", cgroup=f"/moorage-test/{self.name}",
+                root=self.root, netns=netns, hostname="pod", cgroup=self.cgroup_path,
                 argv=podinit.argv(), criu_config=self.folder / criu.CONFIG_FILE, shm_bytes=64 << 20, **changes,
             ),
         )  # fmt: skip
@@ -96,7 +97,7 @@ class PodLab:
         fields: dict[str, Any] = {
             "cluster": "test", "node": "n1", "job": "job", "pod": 0, "incarnation": 1, "container": self.name,
             "runc_root": str(self.base / "runc"), "bundle": str(self.folder),
-            "cgroup": f"/moorage-test/{self.name}", "runc": str(programs.find("runc")),
+            "cgroup": self.cgroup_path, "runc": str(programs.find("runc")),
             "criu": str(programs.find("criu")), "etcd": self.etcd, "cut_links": self.links,
             "deadline": now() + 600,
         }  # fmt: skip
@@ -143,12 +144,17 @@ class PodLab:
         if (self.base / "runc" / self.name).exists():
             command = [str(programs.find("runc")), "--root", str(self.base / "runc"), "delete", "--force", self.name]
             await asyncio.to_thread(subprocess.run, command, check=False, capture_output=True)
-        with contextlib.suppress(OSError):
-            self.cgroup.folder.parent.rmdir()
+        self._remove_parents()
         await asyncio.to_thread(_call, "umount", str(self.root), check=False)
         await asyncio.to_thread(_call, "ip", "netns", "del", self.name, check=False)
         if not self.root.is_mount():  # else files would be removed through the mount
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+    def _remove_parents(self) -> None:
+        """runc removes the pod's cgroups, not the folder that they stand in, on any host's kind of cgroups."""
+        for pattern in ("moorage-test-", "*/moorage-test-"):
+            for parent in Path("/sys/fs/cgroup").glob(pattern + self.name):
+                parent.rmdir()
 
 
 def kill_guard(folder: Path) -> None:
