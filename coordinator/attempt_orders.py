@@ -132,6 +132,7 @@ async def capture(leader: Leader, job: Job, order: Capture) -> None:
         await reported(job, order, _capture(leader, job, order))
     finally:
         watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _capture(leader: Leader, job: Job, order: Capture) -> ev.Event:

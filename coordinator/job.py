@@ -46,6 +46,7 @@ class Job:
         self.votes: dict[str, int] = {}  # of the attempt under way: step to number of pods
         self.orders: dict[Order, asyncio.Task[None]] = {}
         self.log = log.bind(job=state.job, trace=state.trace)
+        self._leaving: set[asyncio.Task[None]] = set()  # cancelled, not yet gone
         self._queue: asyncio.Queue[tuple[ev.Event, asyncio.Future[JobState] | None]] = asyncio.Queue()
 
     @property
@@ -96,9 +97,10 @@ class Job:
                 event, answer = await self._queue.get()
                 await self._handle(event, answer)
         finally:
-            for task in self.orders.values():
+            tasks = [*self.orders.values(), *self._leaving]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self.orders.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._refuse_waiting()
 
     def _refuse_waiting(self) -> None:
@@ -160,7 +162,10 @@ class Job:
         """
         wanted = self.machine.resume()
         for order in [order for order in self.orders if order not in wanted]:
-            self.orders.pop(order).cancel()
+            task = self.orders.pop(order)
+            task.cancel()
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
         for order in wanted:
             task = self.orders.get(order)
             if task is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -247,6 +247,20 @@ class Leader:
             return answer.result()
         finally:
             over.cancel()
+
+    async def streaming(self, source: AsyncIterator[T]) -> AsyncIterator[T]:
+        """What ``source`` yields. Raises `Unavailable` when the term ends before it does."""
+        items = aiter(source)
+        try:
+            while True:
+                try:
+                    item = await self.while_leading(asyncio.ensure_future(anext(items)))
+                except StopAsyncIteration:
+                    return
+                yield item
+        finally:
+            if isinstance(items, AsyncGenerator):
+                await items.aclose()
 
     async def read_generation(self) -> int:
         """The store's prune generation. Raises `Unavailable`."""

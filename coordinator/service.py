@@ -259,23 +259,24 @@ class CoordinatorService(CoordinatorServicer):
     async def ListEvents(self, request: pb.ListEventsRequest, context: Any) -> AsyncIterator[pb.JobEvent]:
         leader = self._leading()
         job = leader.find(request.job) if request.job else None
-        async for event in events.read(leader, job, follow=request.follow):
+        async for event in leader.streaming(events.read(leader, job, follow=request.follow)):
             yield views.event_message(event)
 
     async def ReadLogs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[worker_pb2.LogChunk]:
         leader = self._leading()
-        async for chunk in logs.read(leader, leader.find(request.job), request):
+        async for chunk in leader.streaming(logs.read(leader, leader.find(request.job), request)):
             yield chunk
 
     async def Exec(
         self, requests: AsyncIterator[worker_pb2.ExecInput], context: Any
     ) -> AsyncIterator[worker_pb2.ExecOutput]:
-        async for output in proxies.execute(self._leading(), requests):
+        leader = self._leading()
+        async for output in leader.streaming(proxies.execute(leader, requests)):
             yield output
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[worker_pb2.FilePart]:
         leader = self._leading()
-        async for part in proxies.pull(leader, leader.find(request.job), request.path):
+        async for part in leader.streaming(proxies.pull(leader, leader.find(request.job), request.path)):
             yield part
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:

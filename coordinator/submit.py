@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from moorage.coordinator.job import Job
     from moorage.coordinator.leader import Leader
 
-_NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 #: No job is this large; more is a mistake in a flag.
-_MAX_PODS = 16384
+_MAX_PODS = 8192
 _MAX_RANKS = 1024
 
 
@@ -56,7 +56,8 @@ def complete(spec: JobSpec, owner: str, job: str) -> JobSpec:
     full.ranks_per_pod = full.ranks_per_pod or 1
     if not _NAME.fullmatch(full.name):
         raise UsageError(
-            f"the name {full.name!r} cannot be used", "use up to 63 of a-z, 0-9, '-', '.', '_', and begin with a letter"
+            f"the name {full.name!r} cannot be used",
+            "use up to 63 letters, digits, '-', '.' and '_', with a letter or digit at both ends",
         )
     if not full.command:
         raise UsageError("no command is given", "moorage run -- COMMAND...")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import grpc.aio
@@ -86,9 +86,10 @@ class Workers:
                 limit = min(limit, max(0.1, until - clock.now()))
             sent = clock.now()
             try:
-                reply = await rpc.unary(
+                call = rpc.unary(
                     getattr(self.stub(record), method), request, what=f"node {node}", timeout=limit, trace_id=trace
                 )
+                reply = await self._while_there(record, call)
             except (Unavailable, DeadlineExceeded) as error:
                 if isinstance(error, DeadlineExceeded):
                     timed_out += clock.now() - sent >= limit - 0.05
@@ -102,6 +103,32 @@ class Workers:
                 continue
             await failpoints.hit(f"coordinator.order.{name}.after")
             return reply
+
+    async def _while_there(self, record: NodeRecord, call: Coroutine[Any, Any, Any]) -> Any:
+        """The call's result; it is given up when the worker that was called is gone, which no connection may tell.
+
+        Raises `NodeGone`, or `Unavailable` when another worker has registered for the node.
+        """
+        calling = asyncio.ensure_future(call)
+        leaving = asyncio.ensure_future(self._replaced(record))
+        try:
+            await asyncio.wait({calling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                return calling.result()
+            self.live(record.node)
+            raise Unavailable(f"node {record.node} has another worker by now")
+        finally:
+            for task in (calling, leaving):
+                task.cancel()
+            await asyncio.gather(calling, leaving, return_exceptions=True)
+
+    async def _replaced(self, record: NodeRecord) -> None:
+        while True:
+            seen = self._nodes.changed.rung
+            now = self._nodes.live.get(record.node)
+            if now is None or (now.session, now.endpoint) != (record.session, record.endpoint):
+                return
+            await self._nodes.changed.wait(seen)
 
     def stream(self, node: str, method: str, request: Any) -> Any:
         """A streaming call to a live node's worker. Raises `NodeGone`."""

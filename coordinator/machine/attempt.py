@@ -115,7 +115,7 @@ def persisted(t: Turn, event: Persisted) -> None:
         "committing",
         bytes_total=event.bytes_total,
         bytes_new=event.bytes_new,
-        pause_seconds=event.pause_seconds or _current(t).pause_seconds,
+        pause_seconds=event.pause_seconds,
     )
 
 

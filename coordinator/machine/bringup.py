@@ -62,6 +62,10 @@ def fenced(t: Turn) -> None:
 def done(t: Turn, event: Done) -> None:
     """All pods are loaded, or released."""
     plan = _current(t)
+    if t.state.broken:
+        pod, reason = min(t.state.broken.items())
+        broke(t, pod, reason)
+        return
     if not isinstance(event.of, Release) and plan.checkpoint:
         t.bringup_step("releasing")
         return
@@ -128,7 +132,7 @@ def give_up(t: Turn, why: str) -> None:
         t.set(base="")
         begin(t, BringUp(cause="failure", ordered=t.now, on=plan.on, trace=plan.trace), f"{why}; its owner allows that")
         return
-    t.set(bringup=None)
+    t.set(bringup=None, broken={})
     if not plan.checkpoint:
         ending.begin(t, Ending(verdict="failed", step="killing", reason=why))
         return

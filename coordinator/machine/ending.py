@@ -19,7 +19,7 @@ def begin(t: Turn, plan: Ending) -> None:
     """End the job. With pods of the present incarnation that may hold something to keep, ``plan.step`` says how;
     otherwise they are only fenced."""
     state = t.state
-    t.set(bringup=None)
+    t.set(bringup=None, broken={})
     if state.seats and not state.fencing:
         t.begin_ending(plan)
         t.phase("stopping" if plan.verdict == "stopped" else "finishing", plan.reason)
@@ -33,7 +33,7 @@ def stop(t: Turn, grace_seconds: float, why: str) -> None:
     plan = Ending(verdict="stopped", step="killing", reason=why, grace_seconds=grace_seconds)
     attempt.leave(t, "the job is being stopped")
     coming = state.bringup is not None
-    t.set(bringup=None)
+    t.set(bringup=None, broken={})
     if coming or state.fencing or not state.seats:
         _fence(t, plan)
     else:

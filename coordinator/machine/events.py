@@ -85,10 +85,9 @@ class Answer(Event, frozen=True, kw_only=True):
 
 
 class Done(Answer, frozen=True, kw_only=True):
-    """``of`` was carried out on all pods. ``pause_seconds``: how long they stood still, if it is known by then."""
+    """``of`` was carried out on all pods."""
 
     of: Order
-    pause_seconds: float = 0.0
 
 
 class Failed(Answer, frozen=True, kw_only=True):

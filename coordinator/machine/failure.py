@@ -62,8 +62,11 @@ def pod_failed(t: Turn, event: PodFailed) -> None:
     if running(t):
         node = state.seats[event.pod].node
         trouble(t, "pod", f"pod {event.pod} on {node} is lost: {event.reason}", node=node)
-    elif state.bringup is not None and state.bringup.step in ("loading", "releasing"):
+    elif state.bringup is not None and state.bringup.step == "releasing":
         bringup.broke(t, event.pod, event.reason)
+    elif state.bringup is not None and state.bringup.step == "loading" and event.pod not in state.broken:
+        # The answer to the order says more: whether another node would help, or none.
+        t.set(broken={**state.broken, event.pod: event.reason})
 
 
 def hung(t: Turn, event: Hung) -> None:

@@ -37,6 +37,8 @@ def _shape(s: JobState) -> Iterator[str]:
         yield "pods have seats before there is an incarnation"
     if any(not 0 <= pod < s.pods for pod in s.exits):
         yield "a pod that does not exist has exited"
+    if s.broken and (s.bringup is None or s.bringup.step != "loading"):
+        yield "a pod that broke while it was brought up was forgotten"
     if len(s.requests) > REMEMBERED_REQUESTS or len(s.past) > REMEMBERED_ATTEMPTS:
         yield "it remembers more than it may"
     if s.phase in ("running", "checkpointing") and not s.seats:

@@ -56,7 +56,7 @@ Verdict = Literal["finished", "failed", "stopped"]
 FailureKind = Literal["rank", "hang", "pod", "node"]
 
 
-class Seat(msgspec.Struct, frozen=True):
+class Seat(msgspec.Struct, frozen=True, array_like=True):
     """Where one pod runs, and what bounds the life of its processes should that node be lost."""
 
     node: str
@@ -64,7 +64,7 @@ class Seat(msgspec.Struct, frozen=True):
     lease_kept: bool = False
 
 
-class Target(msgspec.Struct, frozen=True, order=True):
+class Target(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A pod of an older incarnation that may still have processes on ``node``."""
 
     pod: int
@@ -156,7 +156,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True, array_like=True):
     """A request that was carried out, so that its repetition is not."""
 
     id: str
@@ -198,6 +198,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     slot: int = 0
     origin: str = ""  # the checkpoint that this incarnation was restored from; empty: started from nothing
     exits: dict[int, int] = {}  # pod: exit code, in this incarnation
+    broken: dict[int, str] = {}  # pod: why it is gone, although it had been brought up while others still are
     fencing: tuple[Target, ...] = ()  # nothing of this incarnation is ordered before these are gone
     bringup: BringUp | None = None
     attempt: AttemptState | None = None

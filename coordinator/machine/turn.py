@@ -118,7 +118,7 @@ class Turn:
         """Move the bring-up to another step, with ``changes`` to it."""
         bringup = self.state.bringup
         assert bringup is not None
-        self.set(bringup=msgspec.structs.replace(bringup, step=finish, **changes))
+        self.set(bringup=msgspec.structs.replace(bringup, step=finish, **changes), broken={})
         self._move(f"bringup.{bringup.step}", f"bringup.{finish}", why, {})
 
     def begin_bringup(self, bringup: BringUp) -> None:
@@ -159,6 +159,7 @@ class Turn:
             seats=seats,
             vni=vni,
             exits={},
+            broken={},
             fencing=tuple(sorted(old | set(state.fencing))),
         )
         trace = state.bringup.trace if state.bringup else state.trace

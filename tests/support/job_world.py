@@ -116,9 +116,10 @@ class World:
         for number, seat in enumerate(state.seats):
             if self.nodes[seat.node].alive:
                 pod = self.find(number, state.incarnation, seat.node)
+                if pod is None and any(isinstance(order, ins.Load) for order in self.inflight):
+                    continue  # it may not have been made yet
                 if pod is None or pod.state == "killed":
-                    if not any(isinstance(order, ins.Load) for order in self.inflight):
-                        self.queue.append(self._gone(number, state.incarnation))
+                    self.queue.append(self._gone(number, state.incarnation))
                 elif pod.state == "exited":
                     self.queue.append(self._exited(pod))
 
@@ -344,12 +345,13 @@ class World:
                     return ""
                 if pod.attempt != attempt or self.etcd.outcomes.get(attempt):
                     return "it is not in that attempt"
-                assert pod.state == "frozen" or (pod.state == "exited"), pod
+                if pod.state == "killed":
+                    return "it is gone"
+                assert pod.state in ("frozen", "exited"), pod
                 if pod.state == "exited" and pod.code:
                     return "it exited"
-                frozen = {p.pod for p in self.pods if p.incarnation == order.incarnation and p.state == "frozen"}
-                ended = {p.pod for p in self.pods if p.incarnation == order.incarnation and p.state == "exited"}
-                assert frozen | ended >= {p.pod for p in self.pods if p.incarnation == order.incarnation}, "no cut"
+                mine = [p for p in self.pods if p.incarnation == order.incarnation]
+                assert all(p.state in ("frozen", "exited", "killed") for p in mine), "no cut"
                 votes[number] = True
             case ins.Settle():
                 self.follow_outcome(pod)
@@ -386,7 +388,7 @@ class World:
         """One choice of everything that may happen."""
         choices = ["work"] * 12 + ["deliver"] * 8 + ["outcome"] * 3 + ["persist"] * 3
         choices *= self.calm
-        choices += ["fail", "crash", "crash", "lose", "destroy", "back", "back", "abort", "hang"]
+        choices += ["fail", "crash", "crash", "lose", "destroy", "back", "back", "abort", "hang", "break"]
         choices += ["ask"] * 4 + ["exit", "exit0"] * (not self.choose(3))
         getattr(self, "do_" + choices[self.choose(len(choices))])()
         self.check()
@@ -440,6 +442,13 @@ class World:
     def do_exit0(self) -> None:
         if pods := self.running():
             self.exit(pods[self.choose(len(pods))], 0)
+
+    def do_break(self) -> None:
+        """A pod's processes are gone, for no reason that it could tell."""
+        if pods := self.running():
+            pod = pods[self.choose(len(pods))]
+            pod.state = "killed"
+            self.queue.append(self._gone(pod.pod, pod.incarnation))
 
     def do_abort(self) -> None:
         if self.etcd.starts and max(self.etcd.starts) not in self.etcd.outcomes:
