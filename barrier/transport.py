@@ -44,6 +44,7 @@ _OPTIONS: list[tuple[str, str | int]] = [
 ]
 
 _SERVICES = ("KV", "Watch", "Lease", "Maintenance", "Auth")
+_HASTE_SECONDS = 2.0  # an election among etcd's members takes one to two
 _SUSPECT_SECONDS = 5.0  # how long an endpoint that failed is used only if no other one answers
 
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
@@ -278,7 +279,7 @@ class Transport:
             endpoint = await self.connected(deadline)
             left = max(0.05, deadline - loop.time())
             if hasty or (idempotent and len(self._endpoints) > 1):
-                left = max(left / 2, min(left, 0.5))  # leave time for another endpoint
+                left = max(min(left / 2, _HASTE_SECONDS), min(left, 0.5))  # leave time for another try
             sent = False
             metadata: Metadata = ()
             try:

@@ -41,6 +41,8 @@ failpoints.declare(
     )
 )
 
+_KEPT = 8  # start records kept in memory
+
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -272,6 +274,8 @@ class Attempts:
             if found is None:
                 return None
             self._starts[attempt] = (_decode(found, AttemptStart), found.mod_revision)
+            while len(self._starts) > _KEPT:
+                del self._starts[min(self._starts)]
         return self._starts[attempt]
 
     async def _watch_outcome(self, attempt: int) -> Outcome:
