@@ -162,10 +162,10 @@ class Job:
         """
         wanted = self.machine.resume()
         for order in [order for order in self.orders if order not in wanted]:
-            task = self.orders.pop(order)
-            task.cancel()
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
+            leaving = self.orders.pop(order)
+            leaving.cancel()
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
         for order in wanted:
             task = self.orders.get(order)
             if task is None:
