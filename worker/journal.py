@@ -13,19 +13,19 @@ import ctypes
 import ctypes.util
 import os
 import struct
-import time
-from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from moorage.errors import CorruptData
+from moorage.worker import journal_index
 from moorage.worker.journal_frames import FLAG_GUARD, Frame, Kind, RankTable, encode, scan
+from moorage.worker.journal_index import Mark
 
 DEFAULT_CAP: Final = 64 << 20
 _BLOCK: Final = 1 << 20
 _MARK_EVERY: Final = 256 << 10
-_EXPORT_HEADER: Final = struct.Struct("<8sQQ")  # magic, start offset, end offset
+_EXPORT_HEADER: Final = struct.Struct("<8sQQQ")  # magic, start and end offset, length of the index that follows
 _EXPORT_MAGIC: Final = b"MOGJRNL1"
 
 _FALLOC_FL_KEEP_SIZE = 1
@@ -122,7 +122,7 @@ class JournalReader:
         after = offset
         for found in scan(data):
             after = offset + found.end
-            if rank is None or found.frame.rank == rank or found.frame.kind in (Kind.ENDED, Kind.LOST, Kind.RANKS):
+            if rank is None or found.frame.rank == rank or found.frame.kind in (Kind.ENDED, Kind.LOST):
                 entries.append(Entry(found.frame, offset + found.start, after))
         return Batch(entries, after, truncated)
 
@@ -184,10 +184,11 @@ class Journal:
         self.sequence = 0
         self.lost = 0
         self.output_bytes = 0
-        self._marks: deque[int] = deque()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.start = self.end = _first_data(self._descriptor)
-        self._load()
+        size = os.fstat(self._descriptor).st_size
+        self._index = journal_index.Index(path, start=self.start, end=size)
+        self._load(size)
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -200,6 +201,7 @@ class Journal:
         Frames at or below the last sequence number were written by a guard that died before it could take them off
         the pipe, and are passed over. A gap in the numbers is written down as a LOST frame.
         """
+        mark = self._due_mark()
         fresh: list[Frame] = []
         out = bytearray()
         for found in scan(data):
@@ -215,6 +217,8 @@ class Journal:
             fresh.append(frame)
             self._see(frame)
         if out:
+            if mark is not None:
+                self._index.add(mark)
             self._write(bytes(out))
         return fresh
 
@@ -231,37 +235,40 @@ class Journal:
         written = 0
         while written < len(data):
             written += os.pwrite(self._descriptor, data[written:], self.end + written)
-        if not self._marks or self.end - self._marks[-1] >= _MARK_EVERY:
-            self._marks.append(self.end)
         self.end += len(data)
         if self.end - self.start > self.cap + self.cap // 8:
             self._truncate_head()
 
+    def _due_mark(self) -> Mark | None:
+        marks = self._index.marks
+        if marks and self.end - marks[-1].offset < _MARK_EVERY:
+            return None
+        return Mark(self.end, self.sequence, self.lost, self.output_bytes, journal_index.rows(self.ranks))
+
     def _truncate_head(self) -> None:
-        """Give back the oldest frames, after the ranks' table is written down behind them once more."""
-        for frame in self.ranks.frames(self.sequence, time.time_ns()):
-            data = encode(frame)
-            os.pwrite(self._descriptor, data, self.end)
-            self.end += len(data)
+        """Give back the oldest frames, up to a mark: it holds what they said."""
         keep = self.start
-        while len(self._marks) > 1 and self.end - self._marks[0] > self.cap:
-            self._marks.popleft()
-            keep = self._marks[0]
+        for mark in self._index.marks:
+            keep = mark.offset
+            if self.end - keep <= self.cap:
+                break
         # A file system that cannot punch holes keeps everything: more than was asked for, but nothing is wrong.
         with contextlib.suppress(OSError):
             _punch(self._descriptor, 0, keep)
+            self._index.forget_before(keep)
             self.start = keep
 
-    def _load(self) -> None:
-        size = os.fstat(self._descriptor).st_size
+    def _load(self, size: int) -> None:
         at = self.start
+        if self._index.marks:
+            mark = self._index.marks[-1]
+            self.sequence, self.lost, self.output_bytes = mark.sequence, mark.lost, mark.output_bytes
+            self.ranks = mark.table()
+            at = mark.offset
         while at < size:
-            data = os.pread(self._descriptor, _BLOCK, at)
             after = 0
-            for found in scan(data):
+            for found in scan(os.pread(self._descriptor, _BLOCK, at)):
                 self._see(found.frame)
-                if not self._marks or at + found.start - self._marks[-1] >= _MARK_EVERY:
-                    self._marks.append(at + found.start)
                 after = found.end
             if not after:
                 break
@@ -281,7 +288,8 @@ def export(path: Path, target: Path, *, end: int | None = None) -> int:
         descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as out, path.open("rb") as source:
             start = min(reader.start, stop)
-            out.write(_EXPORT_HEADER.pack(_EXPORT_MAGIC, start, stop))
+            marks = journal_index.encode(journal_index.read(path, start=start, end=stop))
+            out.write(_EXPORT_HEADER.pack(_EXPORT_MAGIC, start, stop, len(marks)) + marks)
             source.seek(start)
             left = stop - start
             while left and (block := source.read(min(_BLOCK, left))):
@@ -299,7 +307,8 @@ def restore(source: Path, path: Path) -> None:
         header = file.read(_EXPORT_HEADER.size)
         if len(header) < _EXPORT_HEADER.size or not header.startswith(_EXPORT_MAGIC):
             raise CorruptData(f"{source} is not a pod's journal")
-        _, start, end = _EXPORT_HEADER.unpack(header)
+        _, start, end, length = _EXPORT_HEADER.unpack(header)
+        journal_index.lay(path, file.read(length))
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "wb") as out:
             out.seek(start)

@@ -38,7 +38,6 @@ class Kind(enum.IntEnum):
     EXITED = 4  # exit code; 128 + signal
     ENDED = 5  # exit code of the whole pod; the init's last frame
     LOST = 6  # by the guard: so many frames (8 bytes, unsigned) never arrived
-    RANKS = 7  # by the guard, now and then: rank, pid, exited, exit code (4 bytes each) of every rank so far
 
 
 class Frame(NamedTuple):
@@ -119,20 +118,3 @@ class RankTable:
             self.pids.setdefault(frame.rank, 0)  # 0: never started, because another rank had failed before
         elif frame.kind == Kind.ENDED:
             self.ended = frame.number
-        elif frame.kind == Kind.RANKS:
-            for rank, pid, exited, code in struct.iter_unpack("<Iiii", frame.payload):
-                self.pids[rank] = pid
-                if exited:
-                    self.exits[rank] = code
-
-    def frames(self, sequence: int, time_ns: int) -> list[Frame]:
-        """RANKS frames that hold the whole table."""
-        rows = [
-            struct.pack("<Iiii", rank, pid, rank in self.exits, self.exits.get(rank, 0))
-            for rank, pid in sorted(self.pids.items())
-        ]
-        step = PAYLOAD_MAX // 16
-        return [
-            Frame(Kind.RANKS, 0, sequence, time_ns, b"".join(rows[at : at + step]), FLAG_GUARD)
-            for at in range(0, len(rows), step)
-        ]

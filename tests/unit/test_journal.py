@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from moorage.errors import CorruptData
 from moorage.worker import journal
 from moorage.worker.journal import Journal, JournalReader
-from moorage.worker.journal_frames import FLAG_GUARD, FRAME_MAX, PAYLOAD_MAX, Frame, Kind, RankTable, encode, scan
+from moorage.worker.journal_frames import FLAG_GUARD, FRAME_MAX, PAYLOAD_MAX, Frame, Kind, encode, scan
 
 
 def stdout(sequence: int, text: bytes = b"line\n", rank: int = 0) -> Frame:
@@ -217,15 +217,25 @@ def test_an_empty_journal_is_exported_and_laid_too(tmp_path: Path) -> None:
     assert (again.start, again.end, again.sequence) == (0, 0, 0)
 
 
-def test_the_table_of_ranks_is_carried_by_its_own_frames() -> None:
-    table = RankTable()
-    for rank in range(600):
-        table.see(number(Kind.STARTED, 1, rank + 10, rank))
-    table.see(number(Kind.EXITED, 2, -1, 5))
-    table.see(number(Kind.EXITED, 2, 143, 700))  # never started
-    copy = RankTable()
-    for frame in table.frames(9, 1):
-        assert len(frame.payload) <= PAYLOAD_MAX
-        copy.see(frame)
-    assert (copy.pids, copy.exits) == (table.pids, table.exits)
-    assert (copy.exits[5], copy.pids[700]) == (-1, 0)
+def test_a_new_writer_reads_no_more_than_what_follows_the_last_mark(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    log = Journal(path)
+    log.append(encode(number(Kind.STARTED, 1, 42)) + encode(number(Kind.EXITED, 2, 143, rank=700)))  # 700: not started
+    for at in range(3, 300):
+        log.append(encode(stdout(at, b"z" * PAYLOAD_MAX)))
+    state = (log.sequence, log.lost, log.output_bytes, log.ranks.pids, log.ranks.exits, log.end)
+    log.close()
+    with path.open("r+b") as file:  # frames before the last mark are not looked at
+        file.write(b"\xff" * 4096)
+    again = Journal(path)
+    assert (again.sequence, again.lost, again.output_bytes, again.ranks.pids, again.ranks.exits, again.end) == state
+
+
+@pytest.mark.parametrize("damage", [b"", b"not json\n", b'[5,1,0,0,[]]\n[1,"x"]\n{}'])
+def test_a_damaged_index_costs_time_and_nothing_else(tmp_path: Path, damage: bytes) -> None:
+    path = tmp_path / "journal"
+    log = Journal(path)
+    log.append(b"".join(encode(stdout(at)) for at in range(1, 50)))
+    (tmp_path / "journal.index").write_bytes(damage.replace(b"5", str(log.end + 1).encode()))
+    again = Journal(path)
+    assert (again.sequence, again.end, again.output_bytes) == (49, log.end, 49 * 5)
