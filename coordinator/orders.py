@@ -264,6 +264,7 @@ async def _close(
 
     async def one(pod: int) -> None:
         node = job.state.seats[pod].node
+        known = job.telemetry.pods.get(pod)
         try:
             reply = await on_pod(leader, job, pod, name, requests[pod], extra=extra)
         except NodeGone:
@@ -273,8 +274,9 @@ async def _close(
                 raise failure.error from failure  # given again: nothing of it may run on
             notes.append(f"pod {pod} on {node}: {failure.error.message}")
         else:
-            if name == "finish" and reply.status.reason:
-                notes.append(f"pod {pod}: {reply.status.reason}")
+            told = reply.status.reason
+            if name == "finish" and told and (known is None or told != known.reason):
+                notes.append(f"pod {pod}: {told}")  # what became of its results, not why it had ended
 
     await all_pods(one(pod) for pod in range(job.state.pods))
     job.post(ev.Closed(time=time.time(), of=order, unreached=tuple(sorted(unreached)), notes=tuple(notes)))
