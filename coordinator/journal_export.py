@@ -1,6 +1,7 @@
 """Reading a pod's journal as it stands in the store: in a checkpoint, or archived when the job had ended. Pure.
 
-The bytes are those that the worker writes: a header (magic, offset of the first byte, offset of the end), then frames::
+The bytes are those that the worker writes: a header (magic, offset of the first byte, offset of the end, length of the
+index), the index, which is for the worker alone, then frames::
 
     u32 magic | u32 crc32 of all that follows
     u8 kind | u8 flags | u16 payload length | u32 rank | u64 sequence | u64 time in ns | payload
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from moorage.errors import CorruptData
 from moorage.v1.worker_pb2 import LogChunk
 
-_EXPORT = struct.Struct("<8sQQ")
+_EXPORT = struct.Struct("<8sQQQ")
 _EXPORT_MAGIC = b"MOGJRNL1"
 _HEADER = struct.Struct("<IIBBHIQQ")
 _MAGIC = 0x31474F4D
@@ -27,7 +28,7 @@ def bounds(data: bytes) -> tuple[int, int]:
     """Offsets in the journal at which ``data`` begins and ends. Raises `CorruptData`."""
     if len(data) < _EXPORT.size or not data.startswith(_EXPORT_MAGIC):
         raise CorruptData("the log is not a pod's journal")
-    _, start, end = _EXPORT.unpack_from(data)
+    _, start, end, _ = _EXPORT.unpack_from(data)
     return start, end
 
 
@@ -39,7 +40,8 @@ def chunks(data: bytes, *, pod: int, rank: int, offset: int) -> Iterator[LogChun
     start, _ = bounds(data)
     truncated = offset < start
     joined: LogChunk | None = None
-    at = _EXPORT.size + max(0, offset - start)
+    first = _EXPORT.size + int(_EXPORT.unpack_from(data)[3])
+    at = first + max(0, offset - start)
     while at + _HEADER.size <= len(data):
         magic, checksum, kind, _, length, who, _, time_ns = _HEADER.unpack_from(data, at)
         end = at + _HEADER.size + length
@@ -47,7 +49,7 @@ def chunks(data: bytes, *, pod: int, rank: int, offset: int) -> Iterator[LogChun
             break
         payload = data[at + _HEADER.size : end]
         at = end
-        after = start + end - _EXPORT.size
+        after = start + end - first
         truncated = truncated or kind == _LOST
         if kind not in (_STDOUT, _STDERR) or rank not in (-1, who):
             continue

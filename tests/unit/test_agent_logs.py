@@ -1,7 +1,10 @@
 from __future__ import annotations
 
-from moorage.worker.journal import Batch, Entry
-from moorage.worker.journal_frames import Frame, Kind
+from pathlib import Path
+
+from moorage.coordinator import journal_export
+from moorage.worker.journal import Batch, Entry, Journal, JournalReader, export
+from moorage.worker.journal_frames import Frame, Kind, encode
 from moorage.worker.logs import chunks
 
 
@@ -47,3 +50,16 @@ def test_following_from_each_chunks_offset_gives_the_rest() -> None:
     for chunk in chunks(batch, 0):
         rest = [entry for entry in batch.entries if entry.offset >= chunk.offset]
         assert b"".join(entry.frame.payload for entry in rest) == b"ABCDEF"[chunk.offset // 100 :]
+
+
+def test_the_coordinator_reads_in_the_store_what_the_worker_shows_live(tmp_path: Path) -> None:
+    written = Journal(tmp_path / "journal")
+    for number in range(1, 50):
+        kind = Kind.STDERR if number % 7 == 0 else Kind.STDOUT
+        written.append(encode(Frame(kind, number % 2, number, number * 10**9, b"%d\n" % number)))
+    written.close()
+    export(tmp_path / "journal", tmp_path / "export")
+    with JournalReader(tmp_path / "journal") as reader:
+        live = list(chunks(reader.read(), 3))
+    stored = journal_export.chunks((tmp_path / "export").read_bytes(), pod=3, rank=-1, offset=0)
+    assert list(stored) == live

@@ -89,7 +89,7 @@ def frame(rank: int, kind: int, payload: bytes, sequence: int = 1) -> bytes:
 
 def export(frames: bytes, start: int = 0) -> bytes:
     """A journal as the worker exports it."""
-    return struct.pack("<8sQQ", b"MOGJRNL1", start, start + len(frames)) + frames
+    return struct.pack("<8sQQQ", b"MOGJRNL1", start, start + len(frames), 5) + b"index" + frames
 
 
 def test_neighbours_of_one_stream_are_one_chunk() -> None:
