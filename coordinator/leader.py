@@ -224,10 +224,14 @@ class Leader:
         """Carry out an order of a job's machine."""
         await _EXECUTORS[type(order)](self, job, order)
 
-    async def verify(self) -> None:
-        """After a worker or etcd said that this leader is stale: raise `LeadershipLost` if it is."""
+    def require(self) -> None:
+        """Raise `LeadershipLost` once the session's local deadline has passed, whoever else knows of it."""
         if self.leadership.lost.is_set():
             raise LeadershipLost
+
+    async def verify(self) -> None:
+        """After a worker or etcd said that this leader is stale: raise `LeadershipLost` if it is."""
+        self.require()
         try:
             kv = await self.etcd.get(self.leadership.key)
         except Unavailable:

@@ -61,6 +61,7 @@ def fence_of(leader: Leader, job: Job, pod: int, incarnation: int) -> worker_pb2
 
 async def on_pod(leader: Leader, job: Job, pod: int, name: str, request: Any, **options: Any) -> Any:
     """Give one pod's node an order. Raises `Failure`, `NodeGone`, `LeadershipLost`."""
+    leader.require()
     node = job.state.seats[pod].node
     try:
         reply = await leader.workers.order(node, name, request, trace=job.state.trace, **options)
@@ -124,6 +125,7 @@ async def fence(leader: Leader, job: Job, order: Fence) -> None:
 
 async def _fence(leader: Leader, job: Job, order: Fence, target: Target, began: float) -> None:
     while True:
+        leader.require()
         seen = leader.nodes.changed.rung
         request = worker_pb2.KillPodRequest(fence=fence_of(leader, job, target.pod, order.bound), any_incarnation=True)
         try:

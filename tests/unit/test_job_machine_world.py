@@ -35,14 +35,14 @@ def test_any_short_history_keeps_the_invariants_and_comes_to_rest(
     world.settle()
 
 
-@pytest.mark.parametrize("block", range(6))
+@pytest.mark.parametrize("block", range(4))
 def test_long_histories_keep_the_invariants_and_come_to_rest(block: int) -> None:
     committed = 0
-    for seed in range(block * 60, block * 60 + 60):
+    for seed in range(block * 50, block * 50 + 50):
         dice = random.Random(seed)
         world = World(dice.randrange, pods=dice.randint(1, 3), **dice.choice(_POLICIES))
         for _ in range(dice.choice([100, 500, 2000])):
             world.step()
         world.settle()
         committed += len(world.etcd.checkpoints)
-    assert committed > 8, "the load was not real"
+    assert committed > 5, "the load was not real"
