@@ -304,9 +304,9 @@ class CheckInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PruneInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prune removed, or would remove."""
+    """What a prune removed, or would remove; ``kept`` are the checkpoints whose data stays."""
 
-    checkpoints: list[str]
+    kept: list[str]
     packs: int
     bytes: int
     dry_run: bool
@@ -314,7 +314,7 @@ class PruneInfo(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, message: pb.PruneReply) -> PruneInfo:
         return cls(
-            checkpoints=list(message.checkpoints),
+            kept=list(message.checkpoints),
             packs=message.packs,
             bytes=message.bytes,
             dry_run=message.dry_run,

@@ -827,7 +827,9 @@ class PruneReply(_message.Message):
     bytes: _builtins.int
     dry_run: _builtins.bool
     @_builtins.property
-    def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """whose data stays"""
+
     def __init__(
         self,
         *,
