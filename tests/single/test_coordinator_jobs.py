@@ -446,3 +446,25 @@ def test_a_checkpoint_asked_for_during_another_one_follows_it(tell: Callable[...
         await cluster.until(job, "parked")
 
     tell(story)
+
+
+def test_a_worker_that_hangs_with_its_connection_open_is_given_up_with_its_lease(tell: Callable[..., None]) -> None:
+    async def story(cluster: FakeCluster) -> None:
+        job = (await cluster.submit("train")).id
+        running = await cluster.until(job, "running")
+        await cluster.checkpoint(job)
+        stopped = cluster.nodes[running.pods[1].node]
+
+        async def before(order: str, pod: int) -> None:
+            await asyncio.Event().wait()
+
+        stopped.before = before
+        reply = await cluster.call("Checkpoint", pb.CheckpointRequest(job=job))
+        await cluster.poll(lambda: any(line.startswith("prepare") for line in stopped.log[-1:]))
+        for pod in stopped.pods.values():
+            pod.fenced = True
+        await stopped.session.close()
+        await cluster.until(job, lambda j: j.phase == "running" and j.incarnation == 2)
+        assert (await cluster.attempt(job, reply.attempt)).phase == "aborted"
+
+    tell(story)
