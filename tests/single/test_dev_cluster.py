@@ -57,7 +57,9 @@ def reachable(address: str, port: int) -> bool:
 def in_node(cluster: DevCluster, node: str, *command: str) -> subprocess.Popen[bytes]:
     record = cluster.record
     path = network.namespace_path(record, record.node(node))
-    return subprocess.Popen(["nsenter", f"--net={path}", *command], start_new_session=True)
+    process = subprocess.Popen(["nsenter", f"--net={path}", *command], start_new_session=True)
+    until(lambda: process.pid in in_namespace(path))
+    return process
 
 
 def test_a_cluster_comes_up_is_hurt_in_every_way_and_goes_without_a_trace() -> None:
