@@ -104,39 +104,50 @@ def up(
     remark("ready; `moorage nodes` shows it, `moorage dev down` removes it")
 
 
-def down(name: Name = "dev", dry_run: DryRun = False) -> None:
+def down(name: Name = "dev", dry_run: DryRun = False, output: Output = None) -> None:
     """Take a dev cluster down; nothing of it is left."""
     from moorage.dev import cluster, layout
 
+    form = local_output_format(output)
     if dry_run:
         found = layout.find(name)
-        remark(f"would remove cluster {name}, its {len(found.nodes)} nodes and {found.state}")
-        return
+        plan = {"name": name, "nodes": [node.name for node in found.nodes], "state": found.state, "would": "remove"}
+        return write(plan, form)
     with progress(f"cluster {name}") as update:
         there = cluster.down(name, progress=lambda text: update(text, None))
     remark(f"cluster {name} is gone" if there else f"there is no cluster {name}")
+    if form != "table":
+        write({"name": name, "removed": there}, form)
 
 
-def destroy(node: Annotated[str, typer.Argument(metavar="NODE")], name: Name = "dev", dry_run: DryRun = False) -> None:
+def destroy(
+    node: Annotated[str, typer.Argument(metavar="NODE")],
+    name: Name = "dev",
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
     """Lose a node for good: all its processes are killed, its namespace and folder removed. Nobody is told."""
     from moorage.dev import cluster, layout
 
+    form = local_output_format(output)
     if dry_run:
         if node not in [known.name for known in layout.find(name).nodes]:
             raise NotFound(f"cluster {name} has no node {node}", "see `moorage nodes`")
-        remark(f"would destroy node {node} of cluster {name}")
-        return
+        return write({"name": name, "node": node, "would": "destroy"}, form)
     cluster.destroy(name, node)
     remark(f"node {node} is gone")
+    if form != "table":
+        write({"name": name, "node": node, "destroyed": True}, form)
 
 
-def add(name: Name = "dev") -> None:
+def add(name: Name = "dev", output: Output = None) -> None:
     """Add a node to a dev cluster."""
     from moorage.dev import cluster
 
+    form = local_output_format(output)
     with progress(f"cluster {name}") as update:
         node = cluster.add(name, progress=lambda text: update(text, None))
-    print(node.name)
+    print(node.name) if form == "table" else write({"name": name, "node": node.name}, form)
 
 
 def coordinator(config: Config) -> None:
