@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--payload", type=int, default=1000, help="bytes of padding in each message")
     parser.add_argument("--report", type=int, default=10, help="print progress after so many steps")
     parser.add_argument("--witness", default="")
+    parser.add_argument("--until", default="", help="a file; once it is there, the number in it is the last step")
     options = parser.parse_args()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
@@ -172,7 +173,10 @@ def main() -> None:
     peers = listen(world, port) if rank == 0 and world > 1 else {}
     hub = connect(rank, address, port) if rank > 0 else None
     own = _START
-    for seq in range(1, options.steps + 1):
+    last = options.steps
+    seq = 0
+    while seq < last:
+        seq += 1
         if hub is not None:
             hub.send(seq, rank, options.payload, own)
             common = hub.receive(seq, 0)
@@ -187,9 +191,12 @@ def main() -> None:
             print(f"step {seq}", flush=True)
         if options.delay:
             time.sleep(options.delay)
+        if options.until and os.path.exists(options.until):
+            with open(options.until) as file:
+                last = int(file.read())
     print(
         f"done rank={rank} nonce={record.nonce} pid={os.getpid()} started={record.started} body={body()} "
-        f"steps={options.steps} digest={own.hex()}",
+        f"steps={last} digest={own.hex()}",
         flush=True,
     )
 

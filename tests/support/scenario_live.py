@@ -1,0 +1,199 @@
+"""Scenarios with the long-lived job: it runs before and after each of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from moorage.errors import MoorageError
+from tests.support.scenario import STALL, Stage
+
+Scenario = Callable[[Stage], None]
+
+
+def checkpoint(stage: Stage) -> None:
+    """All nodes live, so whoever dies, a checkpoint is committed or ends in an error that says why."""
+    with contextlib.suppress(MoorageError):
+        stage.job.job.checkpoint()
+
+
+def checkpoint_surely(stage: Stage) -> None:
+    """The death of a coordinator costs no checkpoint."""
+    stage.job.job.checkpoint()
+
+
+def two_checkpoints(stage: Stage) -> None:
+    """The second is asked for while the first is under way."""
+    with stage.armed("coordinator.order.seal.before", "stall 1", "coordinator"):
+        first = stage.beside(stage.job.job.checkpoint)
+        stage.until_passed("coordinator.order.seal.before")
+        stage.job.job.checkpoint()
+        first.result()
+
+
+def refused(failpoint: str, role: str = "", *, verb: str = "checkpoint") -> Scenario:
+    """An attempt in which one step goes wrong on a pod: it is aborted, and the job runs on."""
+
+    def scenario(stage: Stage) -> None:
+        with stage.armed(failpoint, "error it does not work", role):
+            try:
+                getattr(stage.job.job, verb)()
+            except MoorageError:
+                return
+        if verb == "park":
+            stage.job.job.restore()  # whoever died took the error with it
+
+    return scenario
+
+
+def overruled(stall: str, role: str = "", *, verb: str = "checkpoint", seconds: str = STALL) -> Scenario:
+    """The job is taken back to its newest checkpoint while an attempt stands in one of its steps."""
+
+    def scenario(stage: Stage) -> None:
+        if not stage.known:
+            stage.job.job.checkpoint()
+        with stage.armed(stall, seconds, role):
+            under_way = stage.beside(getattr(stage.job.job, verb))
+            stage.until_passed(stall)
+            try:
+                stage.job.job.restore()
+            finally:
+                with contextlib.suppress(MoorageError):
+                    under_way.result()
+        if stage.job.job.status().phase == "parked":
+            stage.job.job.restore()
+
+    return scenario
+
+
+def park_and_restore(stage: Stage) -> None:
+    with contextlib.suppress(MoorageError):
+        stage.job.job.park()
+    if stage.job.job.status().phase == "parked":
+        stage.job.job.restore()
+
+
+def move(stage: Stage) -> None:
+    """To a pair of nodes that is another one than before."""
+    nodes, here = stage.cluster.nodes, stage.job.placement()
+    turn = (nodes.index(here[0]) + 1) % len(nodes)
+    with contextlib.suppress(MoorageError):
+        stage.job.job.move(to=[nodes[turn], nodes[(turn + 1) % len(nodes)]])
+
+
+def restore(stage: Stage) -> None:
+    """Back to the newest checkpoint, from where it runs."""
+    if not stage.known:
+        stage.job.job.checkpoint()
+    stage.job.job.restore()
+
+
+def restore_elsewhere(failpoint: str) -> Scenario:
+    """A restore in which one pod fails on a node: other nodes are taken."""
+
+    def scenario(stage: Stage) -> None:
+        with stage.armed(failpoint, "error it does not work"):
+            restore(stage)
+
+    return scenario
+
+
+def lose_node_while_fencing(stage: Stage) -> None:
+    """A node of the new placement falls silent before anything was ordered there."""
+    if not stage.known:
+        stage.job.job.checkpoint()
+    here = stage.job.placement()
+    with stage.armed("coordinator.order.kill.before", stage.longer_than_a_lease, "coordinator"):
+        under_way = stage.beside(stage.job.job.restore)
+        stage.until_passed("coordinator.order.kill.before")
+        stage.cluster.stop(here[1])
+        try:
+            under_way.result()
+        finally:
+            stage.cluster.start(here[1])
+            stage.until_served()
+
+
+def lose_pod(stage: Stage) -> None:
+    """A pod dies: the job goes back to its newest checkpoint."""
+    stage.job.job.checkpoint()  # so that it does not fail three times in a row with nothing new
+    before = stage.job.job.status().incarnation
+    stage.lose_pod(stage.job)
+    stage.until(lambda job: job.incarnation > before and job.phase == "running")
+
+
+def late_outcome(stage: Stage) -> None:
+    """No coordinator for the whole time of an attempt: the workers end it themselves, and the pods run."""
+    with stage.armed("coordinator.order.seal.before", STALL, "coordinator"):
+        under_way = stage.beside(stage.job.job.checkpoint)
+        stage.until_passed("coordinator.order.seal.before")
+        stage.cluster.stop("coordinator")
+        stage.moves()
+        stage.cluster.start("coordinator")
+        with contextlib.suppress(MoorageError):
+            under_way.result()
+
+
+def restart_coordinator(stage: Stage) -> None:
+    stage.cluster.kill("coordinator")
+    time.sleep(0.1)
+    stage.until_served()
+
+
+def end_coordinator(stage: Stage) -> None:
+    """As an operator would."""
+    stage.cluster.restart("coordinator")
+    stage.until_served()
+
+
+def restart_worker(stage: Stage) -> None:
+    """The worker of the node that `Stage.node` names."""
+    stage.cluster.kill(stage.job.placement()[0])
+    stage.until_served()
+
+
+def end_idle_worker(stage: Stage) -> None:
+    node = stage.idle_node()
+    stage.cluster.restart(node)
+    stage.until_served()
+
+
+def wait(stage: Stage) -> None:
+    """Nothing is asked; leases are renewed."""
+    stage.moves(40)
+
+
+def kill_guards(stage: Stage) -> None:
+    for pid in stage.guard_pids(stage.job.placement()[0]):
+        os.kill(pid, signal.SIGKILL)
+    stage.moves()
+
+
+def blackout(stage: Stage) -> None:
+    """A node without its worker, and nobody who would miss it: the pod stands still and runs again, the same one."""
+    node = stage.job.placement()[0]
+    stage.cluster.stop("coordinator")
+    stage.cluster.pause(node)
+    try:
+        _until_still(stage)
+    finally:
+        stage.cluster.resume(node)
+    stage.moves()
+    stage.cluster.start("coordinator")
+    stage.until_served()
+
+
+def _until_still(stage: Stage) -> None:
+    """Until the witness has seen nothing for a while."""
+    witness = stage.job.live / "witness"
+    size, since = -1, time.monotonic()
+    deadline = time.monotonic() + 60
+    while time.monotonic() - since < 1.5:
+        now = witness.stat().st_size
+        if now != size:
+            size, since = now, time.monotonic()
+        assert time.monotonic() < deadline, "the pod does not stand still"
+        time.sleep(0.1)
