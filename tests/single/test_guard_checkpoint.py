@@ -213,7 +213,7 @@ def test_kill_ends_a_pod_whose_dump_is_under_way(tmp_path: Path) -> None:
             await until(lambda: lab.text() == "1\n")
             await guard.freeze("checkpoint")
             dump = asyncio.create_task(guard.checkpoint(lab.folder / "images", work=lab.folder / "criu"))
-            while (await guard.status()).busy != "checkpoint":
+            while (await guard.status()).busy != "checkpoint":  # noqa: ASYNC110
                 await asyncio.sleep(0)
             done = await guard.kill()
             assert done.status.phase == "exited"
