@@ -84,8 +84,9 @@ class Leadership:
 
 
 async def _withdraw(client: EtcdClient, key: str, epoch: int) -> None:
+    """``epoch`` 0: it is not known. The key carries the session's lease id, so it is never someone else's."""
     try:
-        await client.txn([cmp.create_revision(key, epoch)], [op.delete(key)])
+        await client.txn([cmp.create_revision(key, epoch) if epoch else cmp.exists(key)], [op.delete(key)])
     except MoorageError as error:
         log.info("leader key not deleted, it ends with its lease", key=key, error=str(error))
 
@@ -114,7 +115,7 @@ async def campaign(client: EtcdClient, session: Session, prefix: str, value: byt
         log.info("elected", key=key, epoch=epoch)
         return Leadership(client, session, key, epoch)
     except BaseException:
-        if epoch and not session.lost.is_set():
+        if not session.lost.is_set():
             await asyncio.shield(_withdraw(client, key, epoch))
         raise
     finally:

@@ -12,21 +12,22 @@ from collections.abc import Mapping, Sequence
 from moorage.barrier.kv import Compare, DeleteOp, GetOp, KeyValue, Op, PutOp
 
 
-def _deletes(op: Op, key: str) -> bool:
-    return isinstance(op, DeleteOp) and (key.startswith(op.key) if op.prefix else key == op.key)
+def _deletes(op: DeleteOp, key: str) -> bool:
+    return key.startswith(op.key) if op.prefix else key == op.key
 
 
 def own_fences(compare: Sequence[Compare], success: Sequence[Op]) -> list[Compare]:
     """The conditions that the transaction's own success makes false for good."""
     puts = {op.key for op in success if isinstance(op, PutOp)}
+    deletes = [op for op in success if isinstance(op, DeleteOp)]
     found = []
     for condition in compare:
         if not condition.equal or condition.target == "value":
             continue  # such a condition can become true again
         key, absent = condition.key, condition.value == 0
-        deletes = any(_deletes(op, key) for op in success)
-        writes = condition.target == "mod" or absent
-        if (key in puts and writes) or (deletes and not absent):
+        if (key in puts and (absent or condition.target == "mod")) or (
+            not absent and any(_deletes(op, key) for op in deletes)
+        ):
             found.append(condition)
     return found
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import grpc
@@ -47,6 +48,9 @@ _SERVICES = ("KV", "Watch", "Lease", "Maintenance", "Auth")
 _HASTE_SECONDS = 2.0  # an election among etcd's members takes one to two
 _SUSPECT_SECONDS = 5.0  # how long an endpoint that failed is used only if no other one answers
 
+# A member that has lost its leader answers so at once, and the call goes to another one.
+_LEADER = ("hasleader", "true")
+
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
@@ -75,12 +79,15 @@ class Endpoint:
             if credentials
             else grpc.aio.insecure_channel(target, options=_OPTIONS)
         )
-        self._stubs = {name: POOL.stub(f"etcdserverpb.{name}")(self.channel) for name in _SERVICES}
+        self._methods = {
+            f"{service}.{name}": call
+            for service in _SERVICES
+            for name, call in vars(POOL.stub(f"etcdserverpb.{service}")(self.channel)).items()
+        }
 
     def method(self, name: str) -> Any:
         """The callable of ``Service.Method``."""
-        service, _, method = name.partition(".")
-        return getattr(self._stubs[service], method)
+        return self._methods[name]
 
     def ready(self) -> bool:
         """Whether the connection stands; if not, it is being tried."""
@@ -100,7 +107,8 @@ class Transport:
         self._token = ""
         self._token_lock = asyncio.Lock()
         self._endpoints: list[Endpoint] = []
-        self._calls: set[Any] = set()
+        self._current: Endpoint | None = None
+        self.calls: set[Any] = set()  # those that `close` has to end
         self.closed = False
         self.where = ",".join(self._targets)
 
@@ -125,7 +133,7 @@ class Transport:
     async def close(self) -> None:
         """Close all connections. Calls in flight fail."""
         self.closed = True
-        for call in list(self._calls):
+        for call in list(self.calls):
             call.cancel()
         await asyncio.gather(*(endpoint.channel.close(None) for endpoint in self._endpoints), return_exceptions=True)
 
@@ -148,6 +156,9 @@ class Transport:
                 good = sorted(ready, key=lambda endpoint: endpoint.suspect_until)
             if good:
                 if await self._known_version(good[0], deadline):
+                    self._current = good[0]
+                    if good[0].suspect_until <= now:
+                        good[0].suspect_until = 0.0
                     return good[0]
                 continue
             if now >= deadline:
@@ -199,35 +210,27 @@ class Transport:
             return f"{host}:{port} accepts TCP but not this TLS: check the files and the names in its certificate"
         return f"{host}:{port} accepts TCP but does not speak plain gRPC: does it want TLS?"
 
-    @contextlib.contextmanager
-    def calling(self, endpoint: Endpoint, method: str, request: Any, **how: Any) -> Iterator[Any]:
+    def calling(self, endpoint: Endpoint, method: str, request: Any, **how: Any) -> _Calling:
         """Start a call, which ends with the block or with `close`. Raises `Unavailable` once this client is closed.
 
         Give a stream its requests as an iterator: gRPC hangs in a ``write`` whose call is cancelled.
         """
         self._check_open()  # gRPC lets a call on a closed channel hang
-        call = endpoint.method(method)(request, **how)
-        self._calls.add(call)
-        try:
-            yield call
-        except asyncio.CancelledError:
-            # To who waits on a call that `close` ended, that must not look like their own cancellation.
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():
-                self._check_open()
-            raise
-        finally:
-            self._calls.discard(call)
-            call.cancel()  # does nothing to a call that has ended
+        return _Calling(self, endpoint.method(method)(request, **how))
+
+    def current(self) -> Endpoint | None:
+        """The endpoint last used, if its connection stands and nothing speaks against it."""
+        endpoint = self._current
+        if endpoint is None or endpoint.suspect_until or self.closed or not endpoint.ready():
+            return None
+        return endpoint
 
     def suspect(self, endpoint: Endpoint) -> None:
         """Prefer other endpoints for a while."""
         endpoint.suspect_until = asyncio.get_running_loop().time() + _SUSPECT_SECONDS
 
     def _metadata(self) -> Metadata:
-        # hasleader: a member that has lost its leader answers so at once, and the call goes to another one.
-        leader = ("hasleader", "true")
-        return (leader, ("token", self._token)) if self._token else (leader,)
+        return (_LEADER, ("token", self._token)) if self._token else (_LEADER,)
 
     async def metadata(self, endpoint: Endpoint, deadline: float) -> Metadata:
         """Metadata of a call, with a token if this client has a user. Raises `Forbidden`, `grpc.aio.AioRpcError`."""
@@ -276,7 +279,7 @@ class Transport:
         deadline = loop.time() + timeout
         pause, tokens = 0.02, 0
         while True:
-            endpoint = await self.connected(deadline)
+            endpoint = self.current() or await self.connected(deadline)
             left = max(0.05, deadline - loop.time())
             if hasty or (idempotent and len(self._endpoints) > 1):
                 left = max(min(left / 2, _HASTE_SECONDS), min(left, 0.5))  # leave time for another try
@@ -305,6 +308,31 @@ class Transport:
                 log.debug("etcd call failed, trying again", method=method, endpoint=endpoint.target, error=details)
             await asyncio.sleep(min(pause, max(0.0, deadline - loop.time())))
             pause = min(pause * 2, 0.5)
+
+
+class _Calling:
+    """A call in progress. A class and not a generator: every single request passes here."""
+
+    __slots__ = ("_call", "_transport")
+
+    def __init__(self, transport: Transport, call: Any) -> None:
+        self._transport = transport
+        self._call = call
+
+    def __enter__(self) -> Any:
+        self._transport.calls.add(self._call)
+        return self._call
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._transport.calls.discard(self._call)
+        self._call.cancel()  # does nothing to a call that has ended
+        if kind is asyncio.CancelledError and self._transport.closed:
+            # To who waits on a call that `close` ended, that must not look like their own cancellation.
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                raise Unavailable(f"the client of etcd at {self._transport.where} is closed") from error
 
 
 async def _exchange(call: Any) -> Any:
