@@ -180,7 +180,7 @@ def test_criu_freezes_the_pod_before_it_lets_it_go(mounts: dict[str, Path], line
     cgroup = PodCgroup("/moorage/p", mounts=mounts)
     criu.write_for_restore(tmp_path, cgroup)
     options = (tmp_path / criu.CONFIG_FILE).read_text()
-    assert f"action-script {tmp_path / criu.HOLD_FILE}" in options
+    assert f'action-script "{tmp_path / criu.HOLD_FILE}"' in options
     assert line + str(cgroup.folder) in (tmp_path / criu.HOLD_FILE).read_text()
     assert (tmp_path / criu.HOLD_FILE).stat().st_mode & 0o777 == 0o700
     criu.write_for_dump(tmp_path)

@@ -37,7 +37,7 @@ def dump_options() -> str:
 
 def restore_options(hold: Path) -> str:
     """The file's text for a restore that runs the script ``hold``. Pure."""
-    return dump_options() + f"action-script {hold}\n"
+    return dump_options() + f'action-script "{hold}"\n'
 
 
 def hold_script(cgroup: PodCgroup) -> str:
