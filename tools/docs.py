@@ -22,7 +22,7 @@ def exit_codes() -> str:
         "# Exit codes",
         "",
         "`moorage run`, `torchrun`, `wait` and `exec` end with the exit code of what they ran (0 to 119; 128 + the",
-        "signal's number when it was killed by one). moorage's own codes begin at 120:",
+        "signal's number when it was killed by one). moorage's own codes begin at 200, above those of signals:",
         "",
         "| code | name | meaning |",
         "|---|---|---|",

@@ -9,7 +9,7 @@ need() { packages+=("$@"); }
 type "$python" >/dev/null 2>&1 || need python3 python3-venv
 if type "$python" >/dev/null 2>&1; then
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    { echo "$python is $("$python" -V 2>&1): moorage needs Python 3.11 or newer; name one with make PYTHON=…" >&2 && exit 126; }
+    { echo "$python is $("$python" -V 2>&1): moorage needs Python 3.11 or newer; name one with make PYTHON=…" >&2 && exit 206; }
   "$python" -c 'import ensurepip, venv' 2>/dev/null || need python3-venv
 fi
 type g++ >/dev/null 2>&1 || need g++
@@ -20,7 +20,7 @@ type tar >/dev/null 2>&1 || need tar
 echo "installing ${packages[*]}" >&2
 if ! type apt-get >/dev/null 2>&1 || [ "$(id -u)" != 0 ]; then
   echo "these programs are missing: install ${packages[*]} by hand, or run this as root on Debian or Ubuntu" >&2
-  exit 126
+  exit 206
 fi
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT

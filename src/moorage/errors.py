@@ -2,22 +2,22 @@
 
 ::
 
-    MoorageError                120  something failed that has no class of its own
-     ├─ UsageError              121  the request itself is wrong (a flag, a name, a file)
-     ├─ NotFound                122  an unknown job, node, checkpoint or path
-     ├─ Conflict                123  the name is taken, or the job is in a state that forbids the request
-     ├─ Refused                 124  something in the pod cannot be saved; nothing was touched
-     ├─ NoCapacity              125  no placement: too few nodes, GPUs or too little space
-     ├─ EnvironmentLacking      126  the machine lacks something (root, CRIU, runc, a kernel module)
-     ├─ Unavailable             127  coordinator, etcd, worker or store cannot be reached
-     ├─ DeadlineExceeded        128  not done within its time; the job runs on
-     ├─ CorruptData             129  a chunk, pack or manifest does not match its digest
-     ├─ NewerVersion            130  written by a newer moorage
-     ├─ Incompatible            131  the checkpoint does not fit the node
-     ├─ AttemptAborted          132  the checkpoint was aborted; the job runs on
-     ├─ Forbidden               133  the caller may not do this
-     ├─ JobFailed               134  the job ended without an exit code of its own
-     └─ Fenced                  135  a newer leader or incarnation exists; the caller is stale
+    MoorageError                200  something failed that has no class of its own
+     ├─ UsageError              201  the request itself is wrong (a flag, a name, a file)
+     ├─ NotFound                202  an unknown job, node, checkpoint or path
+     ├─ Conflict                203  the name is taken, or the job is in a state that forbids the request
+     ├─ Refused                 204  something in the pod cannot be saved; nothing was touched
+     ├─ NoCapacity              205  no placement: too few nodes, GPUs or too little space
+     ├─ EnvironmentLacking      206  the machine lacks something (root, CRIU, runc, a kernel module)
+     ├─ Unavailable             207  coordinator, etcd, worker or store cannot be reached
+     ├─ DeadlineExceeded        208  not done within its time; the job runs on
+     ├─ CorruptData             209  a chunk, pack or manifest does not match its digest
+     ├─ NewerVersion            210  written by a newer moorage
+     ├─ Incompatible            211  the checkpoint does not fit the node
+     ├─ AttemptAborted          212  the checkpoint was aborted; the job runs on
+     ├─ Forbidden               213  the caller may not do this
+     ├─ JobFailed               214  the job ended without an exit code of its own
+     └─ Fenced                  215  a newer leader or incarnation exists; the caller is stale
 
 The message is one line that names the thing; ``hint`` is one line that says what to do. The command line prints
 both and exits with ``exit_code``; gRPC carries them in the trailing metadata key ``moorage-error-bin``.
@@ -33,7 +33,7 @@ import msgspec
 class MoorageError(Exception):
     """Base class. ``message`` names the thing that is wrong, ``hint`` the way out (may be empty)."""
 
-    exit_code: ClassVar[int] = 120
+    exit_code: ClassVar[int] = 200
     grpc_status: ClassVar[str] = "INTERNAL"
 
     def __init__(self, message: str, hint: str = "") -> None:
@@ -48,105 +48,105 @@ class MoorageError(Exception):
 class UsageError(MoorageError):
     """The request itself is wrong."""
 
-    exit_code = 121
+    exit_code = 201
     grpc_status = "INVALID_ARGUMENT"
 
 
 class NotFound(MoorageError):
     """A job, node, checkpoint or path that does not exist."""
 
-    exit_code = 122
+    exit_code = 202
     grpc_status = "NOT_FOUND"
 
 
 class Conflict(MoorageError):
     """The name is taken, or the state of the job forbids the request."""
 
-    exit_code = 123
+    exit_code = 203
     grpc_status = "FAILED_PRECONDITION"
 
 
 class Refused(MoorageError):
     """Something in the pod cannot be saved. Raised at prepare, before anything is touched."""
 
-    exit_code = 124
+    exit_code = 204
     grpc_status = "FAILED_PRECONDITION"
 
 
 class NoCapacity(MoorageError):
     """Too few nodes, GPUs, or too little space."""
 
-    exit_code = 125
+    exit_code = 205
     grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class EnvironmentLacking(MoorageError):
     """The machine lacks root, a program, or a kernel feature. ``moorage doctor`` names it too."""
 
-    exit_code = 126
+    exit_code = 206
     grpc_status = "FAILED_PRECONDITION"
 
 
 class Unavailable(MoorageError):
     """Coordinator, etcd, worker or store cannot be reached. Retrying later may help."""
 
-    exit_code = 127
+    exit_code = 207
     grpc_status = "UNAVAILABLE"
 
 
 class DeadlineExceeded(MoorageError):
     """Not done within its time."""
 
-    exit_code = 128
+    exit_code = 208
     grpc_status = "DEADLINE_EXCEEDED"
 
 
 class CorruptData(MoorageError):
     """A chunk, pack or manifest does not match its digest, or is cut short."""
 
-    exit_code = 129
+    exit_code = 209
     grpc_status = "DATA_LOSS"
 
 
 class NewerVersion(MoorageError):
     """A record or object was written by a newer moorage than this one."""
 
-    exit_code = 130
+    exit_code = 210
     grpc_status = "FAILED_PRECONDITION"
 
 
 class Incompatible(MoorageError):
     """The checkpoint does not fit the node."""
 
-    exit_code = 131
+    exit_code = 211
     grpc_status = "FAILED_PRECONDITION"
 
 
 class AttemptAborted(MoorageError):
     """A checkpoint attempt ended in abort. The job runs on as if nothing had been asked."""
 
-    exit_code = 132
+    exit_code = 212
     grpc_status = "ABORTED"
 
 
 class Forbidden(MoorageError):
     """The caller's principal or role does not allow this."""
 
-    exit_code = 133
+    exit_code = 213
     grpc_status = "PERMISSION_DENIED"
 
 
 class JobFailed(MoorageError):
     """The job ended without an exit code of its own (lost with no checkpoint, or restarts used up)."""
 
-    exit_code = 134
+    exit_code = 214
     grpc_status = "ABORTED"
 
 
 class Fenced(MoorageError):
     """The caller acts for a leader, incarnation or attempt that is no longer the current one."""
 
-    exit_code = 135
+    exit_code = 215
     grpc_status = "FAILED_PRECONDITION"
 
 

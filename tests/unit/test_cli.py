@@ -117,7 +117,7 @@ def test_run_says_what_it_would_start_and_starts_nothing(coordinator: FakeCoordi
 def test_a_name_that_is_taken_ends_with_conflict_and_the_way_out(coordinator: FakeCoordinator, run: Run) -> None:
     coordinator.state.add("j")
     done = run("run", "--name", "j", "--", "true")
-    assert done.code == 123 and done.out == ""
+    assert done.code == 203 and done.out == ""
     assert done.err.splitlines()[-2:] == ["moorage: the name j is taken", "  use --if-exists resume"]
     assert coordinator.asked("Submit") == []
 
@@ -159,13 +159,13 @@ def test_a_wrong_job_file_is_one_line(
     file = tmp_path / "job.yaml"
     file.write_text(text)
     done = run("run", "-d", "-f", str(file))
-    assert done.code == 121 and complaint in done.err
+    assert done.code == 201 and complaint in done.err
     assert coordinator.state.requests == []
 
 
 def test_a_job_file_that_is_missing_is_named(coordinator: FakeCoordinator, run: Run) -> None:
     done = run("run", "-f", "/no/such.yaml")
-    assert done.code == 122 and "/no/such.yaml" in done.err
+    assert done.code == 202 and "/no/such.yaml" in done.err
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_mistake_in_the_line_is_said_in_one_line_with_moorages_code(
 ) -> None:
     coordinator.state.add("j")
     done = run(*arguments)
-    assert done.code == 121 and done.out == "" and done.err.startswith("moorage")
+    assert done.code == 201 and done.out == "" and done.err.startswith("moorage")
     assert not any(method in ("Submit", "Stop", "Checkpoint") for method, _ in coordinator.state.requests)
 
 
@@ -216,7 +216,7 @@ def test_every_verb_on_a_job_has_a_dry_run_that_changes_nothing(
 )  # fmt: skip
 def test_a_thing_that_does_not_exist_is_named(coordinator: FakeCoordinator, run: Run, arguments: list[str]) -> None:
     done = run(*arguments)
-    assert done.code == 122 and done.out == ""
+    assert done.code == 202 and done.out == ""
     assert " x " in done.err and len(done.err.splitlines()) == 2
 
 
@@ -232,7 +232,7 @@ def test_an_aborted_checkpoint_ends_with_its_code_and_reason(coordinator: FakeCo
     coordinator.state.add("j")
     coordinator.state.attempt = pb.Attempt(phase="aborted", reason="pod 1 did not answer")
     done = run("checkpoint", "j")
-    assert done.code == 132 and "pod 1 did not answer" in done.err and done.out == ""
+    assert done.code == 212 and "pod 1 did not answer" in done.err and done.out == ""
 
 
 def test_move_and_restore_hand_on_nodes_and_print_the_job(coordinator: FakeCoordinator, run: Run) -> None:
@@ -248,7 +248,7 @@ def test_move_and_restore_hand_on_nodes_and_print_the_job(coordinator: FakeCoord
 
 @pytest.mark.parametrize(
     ("phase", "code", "ends"),
-    [("finished", 0, 0), ("finished", None, 0), ("failed", 5, 5), ("failed", None, 134), ("stopped", None, 130)],
+    [("finished", 0, 0), ("finished", None, 0), ("failed", 5, 5), ("failed", None, 214), ("stopped", None, 130)],
 )
 def test_wait_ends_with_the_jobs_code(
     coordinator: FakeCoordinator, run: Run, phase: str, code: int | None, ends: int
@@ -261,7 +261,7 @@ def test_wait_ends_with_the_jobs_code(
 def test_wait_gives_up_in_time_and_says_that_the_job_runs_on(coordinator: FakeCoordinator, run: Run) -> None:
     coordinator.state.add("j")
     done = run("wait", "j", "--timeout", "100ms")
-    assert done.code == 128 and "runs on" in done.err
+    assert done.code == 208 and "runs on" in done.err
 
 
 @pytest.mark.parametrize("form", ["table", "json", "yaml"])
@@ -303,13 +303,13 @@ def test_logs_of_one_rank_have_no_prefix_and_a_rank_beyond_is_refused(coordinato
     assert run("logs", "j", "--rank", "1").err == "one\n"
     assert run("logs", "j").out == "[rank 0] zero\n"
     done = run("logs", "j", "--rank", "2")
-    assert done.code == 121 and "0 to 1" in done.err
+    assert done.code == 201 and "0 to 1" in done.err
 
 
 def test_a_check_that_finds_damage_ends_with_its_code(coordinator: FakeCoordinator, run: Run) -> None:
     coordinator.state.checkpoints["bad"] = pb.CheckpointInfo(id="bad")
     done = run("check", "bad", "--read-data", "-o", "json")
-    assert done.code == 129 and "ab12" in done.err
+    assert done.code == 209 and "ab12" in done.err
     assert coordinator.asked("CheckCheckpoint")[0].read_data
 
 
@@ -345,7 +345,7 @@ def test_pull_writes_files_and_lists_them(coordinator: FakeCoordinator, run: Run
 
 def test_the_doctor_of_a_node_ends_with_126_when_something_is_missing(coordinator: FakeCoordinator, run: Run) -> None:
     done = run("doctor", "--node", "n-1")
-    assert done.code == 126 and "modprobe vxlan" in done.out and "vxlan" in done.err
+    assert done.code == 206 and "modprobe vxlan" in done.out and "vxlan" in done.err
 
 
 def test_without_a_coordinator_the_way_out_is_said(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,13 +354,13 @@ def test_without_a_coordinator_the_way_out_is_said(run: Run, tmp_path: Path, mon
     for name in ("MOORAGE_COORDINATOR", "MOORAGE_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
     done = run("--config", str(empty), "jobs")
-    assert done.code == 121 and "moorage dev up" in done.err
+    assert done.code == 201 and "moorage dev up" in done.err
 
 
 def test_a_coordinator_that_cannot_be_reached_ends_with_127(coordinator: FakeCoordinator, run: Run) -> None:
     coordinator.state.fails["Status"] = [Unavailable("coordinator is not leading", "wait")] * 50
     done = run("status")
-    assert done.code == 127 and done.out == ""
+    assert done.code == 207 and done.out == ""
 
 
 def test_ctrl_c_stops_the_job_once_and_again_at_once(

@@ -61,7 +61,7 @@ def check(
     read_data: Annotated[bool, typer.Option("--read-data", help="Read and verify every chunk.")] = False,
     output: Output = None,
 ) -> None:
-    """Verify that a checkpoint can be read; exit code 129 if not."""
+    """Verify that a checkpoint can be read; exit code 209 if not."""
     form = output_format(output)
     with client() as api, progress(f"check of {checkpoint}") as update:
 

@@ -45,7 +45,7 @@ def doctor(
     node: Annotated[str, typer.Option("--node", help="Ask this node (default: look at this machine).")] = "",
     output: Output = None,
 ) -> None:
-    """What this machine or a node can and cannot do, and the way out; exit code 126 if something is missing."""
+    """What this machine or a node can and cannot do, and the way out; exit code 206 if something is missing."""
     form = output_format(output)
     if node:
         with client() as api:

@@ -110,7 +110,7 @@ def run(
     shm_size: Annotated[str | None, typer.Option(help="Size of /dev/shm.")] = None,
     cpus: Annotated[float | None, typer.Option(help="CPU limit of each pod.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory limit of each pod.")] = None,
-    publish: Annotated[list[str] | None, typer.Option(help="[POD@]HOST_PORT[:POD_PORT][/udp].")] = None,
+    publish: Annotated[list[str] | None, typer.Option(help="POD@HOST_PORT:POD_PORT/udp; pod, inner port and /udp may be left out.")] = None,
     on: Annotated[str | None, typer.Option(help="Only on these nodes: NODE,NODE.")] = None,
     dry_run: DryRun = False,
     output: Output = None,

@@ -34,7 +34,7 @@ ss iproute2 0
 say() { echo "moorage runtime: $*" >&2; }
 die() {
   say "$*"
-  exit 126
+  exit 206
 }
 
 prefix=${MOORAGE_RUNTIME:-/opt/moorage/runtime}
