@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 from moorage.errors import CorruptData, MoorageError, NotFound
+from moorage.store import format as fmt
 from moorage.store.index import Location
-from moorage.store.manifests import Chunk
-from moorage.store.reader import Piece
 
 if TYPE_CHECKING:
     from moorage.store.store import Store
@@ -62,24 +61,24 @@ def check(
         for kind, item, content in manifest.contents():
             if sum(chunk.length for chunk in content.chunks) != content.size:
                 problems.append(f"{kind} {item} of pod {manifest.pod}: its chunks do not add up to its size")
-            chunks.update((chunk.name, chunk.length) for chunk in content.chunks if chunk.name)
+        chunks.update(manifest.chunks())
     places = _places(store, chunks, problems)
     done, total = 0, sum(chunks.values())
     lock = threading.Lock()
 
     def verify(batch: list[tuple[Location, bytes]]) -> None:
         nonlocal done
-        pieces = [Piece(0, Chunk(name, chunks[name])) for _, name in batch]
+        names = [name for _, name in batch]
         try:
-            _read_all(store, pieces)
+            _read_all(store, names, chunks)
         except MoorageError:
-            for piece in pieces:  # one by one, to name each that is damaged
+            for name in names:  # one by one, to name each that is damaged
                 try:
-                    _read_all(store, [piece])
+                    _read_all(store, [name], chunks)
                 except MoorageError as error:
                     problems.append(error.message)
         with lock:
-            done += sum(piece.chunk.length for piece in pieces)
+            done += sum(chunks[name] for name in names)
             if progress:
                 progress(done, total)
 
@@ -92,8 +91,8 @@ def check(
     return CheckResult(pods, len(chunks), total, problems[:_MOST_PROBLEMS])
 
 
-def _read_all(store: Store, pieces: list[Piece]) -> None:
-    for _ in store.reader.groups(pieces):
+def _read_all(store: Store, names: list[bytes], sizes: dict[bytes, int]) -> None:
+    for _ in store.reader.groups({name: sizes[name] for name in names}):
         pass
 
 
@@ -129,6 +128,6 @@ def usage(store: Store, global_manifest: str) -> dict[str, Usage]:
                 if chunk.name and chunk.name not in seen:
                     seen[chunk.name] = None
                     place = store.index.locate(chunk.name)
-                    total[1] += place.stored if place else 0
+                    total[1] += place.stored + fmt.CHUNK_HEADER if place else 0
                     total[2] += 1
     return {kind: Usage(*total) for kind, total in totals.items()}

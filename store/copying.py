@@ -8,9 +8,7 @@ from moorage import failpoints
 from moorage.errors import CorruptData, Fenced, NotFound
 from moorage.store import format as fmt
 from moorage.store.leases import Lease
-from moorage.store.manifests import Chunk
 from moorage.store.packs import PackSet, PackWriter
-from moorage.store.reader import Piece
 
 if TYPE_CHECKING:
     from moorage.store.store import Store
@@ -32,10 +30,10 @@ def copy_chunks(store: Store, lease: Lease, wanted: dict[bytes, int]) -> int:
     try:
         writer = PackWriter(packs)
         for start in range(0, len(places), _BATCH):
-            pieces = [Piece(0, Chunk(name, wanted[name])) for _, name in places[start : start + _BATCH]]
-            for group in store.reader.groups(pieces):
-                for piece, codec, stored, plain in group:
-                    writer.add(piece.chunk.name, codec, len(plain), stored)
+            batch = {name: wanted[name] for _, name in places[start : start + _BATCH]}
+            for group in store.reader.groups(batch):
+                for name, codec, stored, plain in group:
+                    writer.add(name, codec, len(plain), stored)
                     copied += len(stored) + fmt.CHUNK_HEADER
                 writer.flush()
         writer.close()

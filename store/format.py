@@ -138,7 +138,7 @@ def decode_object(data: bytes, kind: int, where: str) -> tuple[bytes, bytes]:
     return payload, digest
 
 
-def decompress(data: bytes | memoryview, plain: int, where: str) -> bytes:
+def decompress(data: bytes | bytearray | memoryview, plain: int, where: str) -> bytes:
     """Raises `CorruptData` unless ``data`` is a zstd frame of exactly ``plain`` bytes."""
     try:
         payload = zstandard.ZstdDecompressor().decompress(data, max_output_size=plain)

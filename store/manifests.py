@@ -18,10 +18,21 @@ MANIFEST_VERSION = 1
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """``length`` bytes. ``name`` is the chunk's 32-byte name; empty: that many zero bytes, which are stored nowhere."""
+    """``length`` bytes of a file: those of a chunk from ``offset`` on.
+
+    ``name`` is the chunk's 32-byte name; empty: that many zero bytes, which are stored nowhere. ``size`` is the whole
+    chunk's length where only a part of it is meant, else 0.
+    """
 
     name: bytes
     length: int
+    offset: int = 0
+    size: int = 0
+
+    @property
+    def whole(self) -> int:
+        """Length of the chunk that this is a part of."""
+        return self.size or self.length
 
 
 class Content(msgspec.Struct, frozen=True, array_like=True):
@@ -63,9 +74,9 @@ class PodManifest(msgspec.Struct, frozen=True, kw_only=True):
             yield "journal", "journal", self.journal
 
     def chunks(self) -> Iterator[tuple[bytes, int]]:
-        """Name and length of every stored chunk that this manifest needs, some more than once."""
+        """Name and whole length of every stored chunk that this manifest needs, some more than once."""
         for _, _, content in self.contents():
-            yield from ((chunk.name, chunk.length) for chunk in content.chunks if chunk.name)
+            yield from ((chunk.name, chunk.whole) for chunk in content.chunks if chunk.name)
 
 
 class GlobalManifest(msgspec.Struct, frozen=True, kw_only=True):

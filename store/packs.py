@@ -12,7 +12,7 @@ from moorage import failpoints
 from moorage.store import format as fmt
 from moorage.store.backend import Backend, Data, Sink
 from moorage.store.codec import Rate
-from moorage.store.index import PackRecord
+from moorage.store.index import Location, PackRecord
 from moorage.store.keys import StoreKey
 
 PACK_SIZE = 64 << 20
@@ -97,19 +97,21 @@ class PackWriter:
         self._pending_size = 0
         self._seconds = 0.0
 
-    def add(self, name: bytes, codec: int, plain: int, data: Data) -> None:
-        """Append a chunk. ``data`` must stay as it is until `flush` (or the next rotation)."""
+    def add(self, name: bytes, codec: int, plain: int, data: Data) -> Location:
+        """Append a chunk. ``data`` must stay as it is until `flush`. Returns where it will be."""
         if self._sink is None:
             self._name, self._sink = self._packs.start()
             self._size, self._entries, self._seconds = fmt.PACK_HEADER, [], 0.0
         self._entries.append(fmt.PackEntry(name, self._size, len(data), plain))
         self._pending.append(fmt.chunk_header(fmt.ChunkHeader(name, codec, plain, len(data)), self._packs.key.id))
         self._pending.append(data)
+        place = Location(self._name, self._size, len(data))
         added = fmt.CHUNK_HEADER + len(data)
         self._size += added
         self._pending_size += added
         if self._size >= PACK_SIZE:
             self.close()
+        return place
 
     def flush(self, *, lazy: bool = False) -> None:
         """Hand what is pending to the store. ``lazy``: only if that is worth a call."""

@@ -58,8 +58,7 @@ class PosixSink:
 
     def write(self, buffers: Sequence[Data]) -> None:
         with translated(str(self._path)):
-            for start in range(0, len(buffers), _IOV_MAX):
-                write_all(self._fd, buffers[start : start + _IOV_MAX])
+            write_all(self._fd, buffers)
 
     def finish(self) -> None:
         with translated(str(self._path)):
@@ -232,10 +231,11 @@ class PosixBackend:
 
 
 def write_all(fd: int, buffers: Sequence[Data], offset: int | None = None) -> None:
-    """Write all of ``buffers`` (at most `IOV_MAX`) to ``fd``, at ``offset`` if given. Raises `OSError`."""
+    """Write all of ``buffers`` to ``fd``, at ``offset`` if given. Raises `OSError`."""
     rest: list[Data] = list(buffers)
     while rest:
-        done = os.writev(fd, rest) if offset is None else os.pwritev(fd, rest, offset)
+        some = rest[:_IOV_MAX]
+        done = os.writev(fd, some) if offset is None else os.pwritev(fd, some, offset)
         if offset is not None:
             offset += done
         while rest and done >= len(rest[0]):

@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from moorage.store import format as fmt
 from moorage.store.backend import Backend, Source
 from moorage.store.index import ChunkIndex, Location
 from moorage.store.keys import StoreKey
-from moorage.store.manifests import Chunk, Content
+from moorage.store.manifests import Content
 from moorage.store.posix import translated, write_all
 
 SEGMENT = 16 << 20
@@ -25,25 +25,38 @@ _PLAIN = 4 << 20  # what compressed chunks may grow to in memory
 WAY_OUT = "use an earlier checkpoint; `moorage check CHECKPOINT --read-data` shows what else is damaged"
 
 
-class Piece(NamedTuple):
-    """A chunk and where it belongs in its file."""
-
-    at: int
-    chunk: Chunk
-
-
 class Opened(NamedTuple):
-    """A verified chunk: its bytes, and as they are stored. Both are valid until the next read."""
+    """A verified chunk: its bytes, and as they are stored. Both are valid until this thread's next read."""
 
-    piece: Piece
+    name: bytes
     codec: int
     stored: memoryview
     plain: memoryview
 
 
+class Use(NamedTuple):
+    """Bytes ``start`` to ``stop`` of a chunk belong at ``at`` in a file."""
+
+    at: int
+    start: int
+    stop: int
+
+
+class Segment:
+    """A part of a file: which chunks it needs, and what of each belongs where."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[bytes, int] = {}
+        self.uses: dict[bytes, list[Use]] = {}
+        self.length = 0
+
+
 class _Part(NamedTuple):
     target: Path | int
-    pieces: list[Piece]
+    segment: Segment
+
+
+_Run = list[tuple[bytes, int, Location]]
 
 
 class Reader:
@@ -63,7 +76,7 @@ class Reader:
         """
         made: list[Path] = []
         try:
-            batches = list(_batches(self._prepared(files, made)))
+            batches = list(_batches(_prepared(files, made)))
             with ThreadPoolExecutor(threads, thread_name_prefix="store-read") as pool:
                 futures = [pool.submit(self._fetch, batch) for batch in batches]
                 done, rest = wait(futures, return_when=FIRST_EXCEPTION)
@@ -80,36 +93,37 @@ class Reader:
     def read_bytes(self, content: Content) -> bytes:
         """All of ``content``. Raises `CorruptData`."""
         out = bytearray(content.size)
-        for pieces in _segments(content):
-            for group in self.groups(pieces):
-                for opened in group:
-                    at = opened.piece.at
-                    out[at : at + len(opened.plain)] = opened.plain
+        for segment in segments(content):
+            for group in self.groups(segment.sizes):
+                for name, _, _, plain in group:
+                    for at, start, stop in segment.uses[name]:
+                        out[at : at + stop - start] = plain[start:stop]
         return bytes(out)
 
-    def groups(self, pieces: Sequence[Piece], *, again: bool = False) -> Iterator[list[Opened]]:
-        """Each piece that is not zeros, opened and verified; those that one read brought come together.
+    def groups(self, sizes: Mapping[bytes, int], *, again: bool = False) -> Iterator[list[Opened]]:
+        """Every chunk in ``sizes`` (name to length), verified; those that one read brought come together.
 
-        ``again``: the index has just been refreshed. Raises `CorruptData`.
+        They come in the order in which they are stored. ``again``: the index has just been refreshed.
+        Raises `CorruptData`.
         """
-        buffer = self._buffer(_READ)
         sources: dict[str, Source] = {}
         try:
-            for run, first in self._runs(pieces):
-                size = sum(place.stored + fmt.CHUNK_HEADER for _, place in run)
-                if size > len(buffer):
-                    buffer = self._buffer(size)
+            for run in self._runs(sizes):
+                first = run[0][2]
+                size = sum(place.stored + fmt.CHUNK_HEADER for _, _, place in run)
+                buffer = self._buffer(size)[:size]
                 try:
-                    got = self._read(sources, first, buffer[:size])
+                    got = self._read(sources, first, buffer)
                 except NotFound:
                     if again:
                         raise CorruptData(
                             f"pack {first.pack} is missing from {self._backend.location}", WAY_OUT
                         ) from None
                     self._index.refresh()  # prune may have moved the chunk to another pack
-                    yield from self.groups([piece for piece, _ in run], again=True)
+                    yield from self.groups({name: length for name, length, _ in run}, again=True)
                     continue
-                yield list(self._verified(run, buffer[:got]))
+                data = buffer[:got]
+                yield [self._open(data, place.offset - first.offset, place, name, n) for name, n, place in run]
         finally:
             for source in sources.values():
                 source.close()
@@ -121,25 +135,23 @@ class Reader:
             buffer = self._local.buffer = memoryview(bytearray(max(size, _READ + (1 << 16))))
         return buffer
 
-    def _runs(self, pieces: Sequence[Piece]) -> Iterator[tuple[list[tuple[Piece, Location]], Location]]:
-        """Group pieces that lie one behind the other in one pack, up to `_READ` bytes."""
-        run: list[tuple[Piece, Location]] = []
+    def _runs(self, sizes: Mapping[bytes, int]) -> Iterator[_Run]:
+        """Group chunks that lie one behind the other in one pack, up to `_READ` bytes."""
+        run: _Run = []
+        pack = ""
         end = size = plain = 0
-        for piece in pieces:
-            if not piece.chunk.name:
-                continue
-            place = self._locate(piece.chunk.name)
+        places = sorted((self._locate(name), name) for name in sizes)
+        for place, name in places:
             length = place.stored + fmt.CHUNK_HEADER
-            full = size + length > _READ or plain > _PLAIN
-            if run and (place.pack != run[0][1].pack or place.offset != end or full):
-                yield run, run[0][1]
+            if run and (place.pack != pack or place.offset != end or size + length > _READ or plain > _PLAIN):
+                yield run
                 run, size, plain = [], 0, 0
-            run.append((piece, place))
-            end = place.offset + length
+            run.append((name, sizes[name], place))
+            pack, end = place.pack, place.offset + length
             size += length
-            plain += piece.chunk.length
+            plain += sizes[name]
         if run:
-            yield run, run[0][1]
+            yield run
 
     def _locate(self, name: bytes) -> Location:
         place = self._index.locate(name)
@@ -159,14 +171,8 @@ class Reader:
             fmt.check_pack_header(head[: source.read_into(0, head)], self._nonce, place.pack)
         return source.read_into(place.offset, buffer)
 
-    def _verified(self, run: list[tuple[Piece, Location]], data: memoryview) -> Iterator[Opened]:
-        base = run[0][1].offset
-        for piece, place in run:
-            yield self._open(data, place.offset - base, place, piece)
-
-    def _open(self, data: memoryview, start: int, place: Location, piece: Piece) -> Opened:
+    def _open(self, data: memoryview, start: int, place: Location, name: bytes, length: int) -> Opened:
         """The chunk whose header is at ``data[start:]``, verified. Raises `CorruptData`."""
-        name, length = piece.chunk.name, piece.chunk.length
         where = f"chunk {name.hex()} in pack {place.pack} at offset {place.offset}"
         header = fmt.parse_chunk_header(data, start, where)
         start += fmt.CHUNK_HEADER
@@ -178,54 +184,60 @@ class Reader:
         plain = memoryview(fmt.decompress(stored, length, where)) if header.codec == fmt.CODEC_ZSTD else stored
         if len(plain) != length or self._key.chunk_name(plain) != name:
             raise CorruptData(f"{where} does not match its digest", WAY_OUT)
-        return Opened(piece, header.codec, stored, plain)
-
-    def _prepared(self, files: Iterable[tuple[Content, Path | int]], made: list[Path]) -> Iterator[_Part]:
-        for content, target in files:
-            if isinstance(target, int):
-                with translated("the file to restore"):
-                    if stat.S_ISREG(os.fstat(target).st_mode):
-                        os.ftruncate(target, content.size)
-            else:
-                with translated(str(target)):
-                    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-                    made.append(target)
-                    try:
-                        os.ftruncate(fd, content.size)
-                    finally:
-                        os.close(fd)
-            for pieces in _segments(content):
-                yield _Part(target, pieces)
+        return Opened(name, header.codec, stored, plain)
 
     def _fetch(self, batch: list[_Part]) -> None:
-        for target, pieces in batch:
+        for target, segment in batch:
             fd = target if isinstance(target, int) else os.open(target, os.O_WRONLY | os.O_CLOEXEC)
             try:
-                for group in self.groups(pieces):
+                for group in self.groups(segment.sizes):
                     with translated("the file to restore" if isinstance(target, int) else str(target)):
-                        for at, buffers in _contiguous(group):
+                        for at, buffers in _contiguous(group, segment.uses):
                             write_all(fd, buffers, at)
             finally:
                 if fd is not target:
                     os.close(fd)
 
 
-def _segments(content: Content) -> Iterator[list[Piece]]:
-    """The content's stored chunks in runs of about `SEGMENT` bytes. Raises `CorruptData` if they do not add up."""
-    pieces: list[Piece] = []
-    at = size = 0
+def _prepared(files: Iterable[tuple[Content, Path | int]], made: list[Path]) -> Iterator[_Part]:
+    """Make every target with its full size; then what has to be written to it."""
+    for content, target in files:
+        if isinstance(target, int):
+            with translated("the file to restore"):
+                if stat.S_ISREG(os.fstat(target).st_mode):
+                    os.ftruncate(target, content.size)
+        else:
+            with translated(str(target)):
+                fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                made.append(target)
+                try:
+                    os.ftruncate(fd, content.size)
+                finally:
+                    os.close(fd)
+        for segment in segments(content):
+            yield _Part(target, segment)
+
+
+def segments(content: Content) -> Iterator[Segment]:
+    """The content in parts of about `SEGMENT` bytes. Raises `CorruptData` if its chunks do not add up."""
+    segment = Segment()
+    at = 0
     for chunk in content.chunks:
         if chunk.name:
-            pieces.append(Piece(at, chunk))
-            size += chunk.length
-            if size >= SEGMENT:
-                yield pieces
-                pieces, size = [], 0
+            segment.sizes[chunk.name] = chunk.whole
+            use = Use(at, chunk.offset, chunk.offset + chunk.length)
+            segment.uses.setdefault(chunk.name, []).append(use)
+            segment.length += chunk.length
+            if use.stop > chunk.whole or use.start < 0:
+                raise CorruptData(f"a content refers to bytes behind the end of chunk {chunk.name.hex()}", WAY_OUT)
+            if segment.length >= SEGMENT:
+                yield segment
+                segment = Segment()
         at += chunk.length
     if at != content.size:
         raise CorruptData(f"a content of {content.size} bytes has chunks for {at}", WAY_OUT)
-    if pieces:
-        yield pieces
+    if segment.length:
+        yield segment
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
@@ -234,7 +246,7 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     size = 0
     for part in parts:
         batch.append(part)
-        size += sum(piece.chunk.length for piece in part.pieces)
+        size += part.segment.length
         if size >= SEGMENT:
             yield batch
             batch, size = [], 0
@@ -242,17 +254,18 @@ def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _contiguous(group: list[Opened]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Neighbours in the file, to be written in one call."""
+def _contiguous(group: list[Opened], uses: Mapping[bytes, list[Use]]) -> Iterator[tuple[int, list[memoryview]]]:
+    """What a group's chunks are used for, in the file's order; neighbours in the file to be written in one call."""
     buffers: list[memoryview] = []
-    start = end = 0
-    for piece, _, _, data in group:
-        if buffers and piece.at != end:
-            yield start, buffers
+    begin = end = 0
+    found = ((use, opened.plain) for opened in group for use in uses[opened.name])
+    for use, plain in sorted(found, key=lambda pair: pair[0]):
+        if buffers and use.at != end:
+            yield begin, buffers
             buffers = []
         if not buffers:
-            start = piece.at
-        buffers.append(data)
-        end = piece.at + len(data)
+            begin = use.at
+        buffers.append(plain[use.start : use.stop])
+        end = use.at + use.stop - use.start
     if buffers:
-        yield start, buffers
+        yield begin, buffers

@@ -23,6 +23,7 @@ from moorage.store.keys import StoreKey
 from moorage.store.leases import FileLeases, LeaseKeeper
 from moorage.store.manifests import Content, GlobalManifest, PodManifest
 from moorage.store.packs import PackSet
+from moorage.store.patch import Patcher
 from moorage.store.prune import Pruner, PruneResult, wait_for_rival
 from moorage.store.reader import Reader
 from moorage.store.writer import Writer
@@ -47,6 +48,7 @@ class Store:
         self.key = key
         self.index = ChunkIndex(backend, self.read_object)
         self.reader = Reader(backend, self.index, key, bytes.fromhex(settings.nonce))
+        self._patcher = Patcher(key)
         self._marker = chunker.Marker(key.boundaries)
         # Guesses until the first pack has been written and the first chunk compressed.
         self._rates = Rate(400e6), Rate(500e6)
@@ -77,7 +79,8 @@ class Store:
             self.index.refresh()
             packs = PackSet(self.backend, self.key, bytes.fromhex(self.nonce), lease.info.id, self._rates[0])
             count = threads or max(1, min(2, (os.cpu_count() or 1) // 2))
-            return Writer(packs, self.index, lease, self._marker, self.put_index, self._rates, threads=count, nice=nice)
+            cutting = (self._marker, self._patcher)
+            return Writer(packs, self.index, lease, cutting, self.put_index, self._rates, threads=count, nice=nice)
         except BaseException:
             lease.close()
             raise

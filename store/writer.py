@@ -19,18 +19,17 @@ from typing import NamedTuple
 
 from moorage import failpoints
 from moorage.errors import MoorageError, Unavailable
-from moorage.store import chunker
-from moorage.store import format as fmt
+from moorage.store import chunker, patch
 from moorage.store.codec import Compressor, Rate
-from moorage.store.index import ChunkIndex, PackRecord
+from moorage.store.index import ChunkIndex, Location, PackRecord
+from moorage.store.lane import BLOCK, Lane
 from moorage.store.leases import Lease
 from moorage.store.manifests import Chunk, Content
-from moorage.store.packs import PackSet, PackWriter
+from moorage.store.packs import PackSet
 from moorage.store.posix import translated
 
 STRIPE = 32 << 20
-BLOCK = 1 << 20
-_BUFFER = BLOCK + chunker.MAX_PAGES * chunker.PAGE
+_COARSE = chunker.MIN_PAGES * chunker.PAGE
 _LARGEST_ZERO = 1 << 31
 
 failpoints.declare("store.index.before", "store.index.after")
@@ -56,15 +55,6 @@ class KindStats:
         self.total = self.new = self.chunks = self.chunks_new = self.stored = 0
 
 
-class _Lane:
-    """What one writing thread owns."""
-
-    def __init__(self, packs: PackSet, compressor: Compressor) -> None:
-        self.pack = PackWriter(packs)
-        self.compressor = compressor
-        self.buffer = bytearray(_BUFFER)
-
-
 class Writer:
     """Adds files to the store. Made by `Store.writer`; use as a context manager.
 
@@ -78,7 +68,7 @@ class Writer:
         packs: PackSet,
         index: ChunkIndex,
         lease: Lease,
-        marker: chunker.Marker,
+        cutting: tuple[chunker.Marker, patch.Patcher],
         put_index: Callable[[list[PackRecord]], str],
         rates: tuple[Rate, Rate],
         *,
@@ -89,17 +79,17 @@ class Writer:
         self._index = index
         self._key = packs.key
         self._lease = lease
-        self._marker = marker
+        self._marker, self._patcher = cutting
         self._put_index = put_index
         self._pool = ThreadPoolExecutor(
             threads, thread_name_prefix="store-write", initializer=_lower_priority, initargs=(nice,)
         )
-        self._lanes: queue.LifoQueue[_Lane] = queue.LifoQueue()
-        self._all_lanes = [_Lane(packs, Compressor(rates[0], rates[1], threads)) for _ in range(threads)]
+        self._lanes: queue.LifoQueue[Lane] = queue.LifoQueue()
+        self._all_lanes = [Lane(packs, Compressor(rates[0], rates[1], threads)) for _ in range(threads)]
         for lane in self._all_lanes:
             self._lanes.put(lane)
         self._lock = threading.Lock()
-        self._mine: set[bytes] = set()
+        self._mine: dict[bytes, Location | None] = {}  # None: being stored
         self._kinds: dict[str, KindStats] = {}
         self._state = "open"
         self._failed = False
@@ -174,8 +164,8 @@ class Writer:
                         self._count(kind, length, length, False, 0)
                     else:
                         # A copy: what is pending in the lane outlives this call.
-                        chunks.append(self._chunk(lane, memoryview(bytes(part[offset : offset + length])), kind))
-            lane.pack.flush(lazy=True)
+                        chunks += self._chunk(lane, memoryview(bytes(part[offset : offset + length])), kind)
+            lane.flush(lazy=True)
         return Content(len(data), _joined(chunks))
 
     def finish(self) -> WriteStats:
@@ -186,7 +176,7 @@ class Writer:
         self._check_open()
         self._pool.shutdown()
         for lane in self._all_lanes:
-            lane.pack.close()
+            lane.finish()
         records = self._packs.finish()
         if not self._lease.valid():
             raise Unavailable(
@@ -214,6 +204,8 @@ class Writer:
         if self._state == "closed":
             return
         self._pool.shutdown(cancel_futures=True)
+        for lane in self._all_lanes:
+            lane.close()
         if self._state == "open":
             self._packs.abort()
         self._state = "closed"
@@ -226,7 +218,7 @@ class Writer:
             raise MoorageError(f"writer {self._lease.info.label} failed before", "abort it and start another")
 
     @contextlib.contextmanager
-    def _lane(self) -> Iterator[_Lane]:
+    def _lane(self) -> Iterator[Lane]:
         """A free lane, waited for. If the block fails, so has the writer: its packs may lack promised chunks."""
         self._check_open()
         lane = self._lanes.get()
@@ -249,7 +241,7 @@ class Writer:
         with self._lane() as lane:
             return list(self._chunks_of(lane, fd, start, stop, kind))
 
-    def _chunks_of(self, lane: _Lane, fd: int, start: int, stop: int, kind: str) -> Iterator[Chunk]:
+    def _chunks_of(self, lane: Lane, fd: int, start: int, stop: int, kind: str) -> Iterator[Chunk]:
         buffer = lane.buffer
         view = memoryview(buffer)
         held = 0  # bytes at the buffer's front that no chunk has taken yet
@@ -268,8 +260,8 @@ class Writer:
                     self._count(kind, length, length, False, 0)
                     yield Chunk(b"", length)
                 else:
-                    yield self._chunk(lane, view[offset : offset + length], kind)
-            lane.pack.flush()
+                    yield from self._chunk(lane, view[offset : offset + length], kind)
+            lane.flush()
             if held:
                 view[:held] = view[size - held : size]
 
@@ -283,25 +275,76 @@ class Writer:
             at += length
         return found, size - at
 
-    def _chunk(self, lane: _Lane, data: memoryview, kind: str) -> Chunk:
+    def _chunk(self, lane: Lane, data: memoryview, kind: str) -> list[Chunk]:
+        """The references that stand for ``data``; stores what the store does not have."""
         name = self._key.chunk_name(data)
         size = len(data)
-        new = not self._index.reusable(name) and self._claim(name)
-        stored = 0
-        if new:
-            packed = lane.compressor.compress(data)
-            payload = data if packed is None else packed
-            lane.pack.add(name, fmt.CODEC_RAW if packed is None else fmt.CODEC_ZSTD, size, payload)
-            stored = fmt.CHUNK_HEADER + len(payload)
-        self._count(kind, size, 0 if new else size, True, stored)
-        return Chunk(name, size)
+        coarse = size >= _COARSE and size % chunker.PAGE == 0
+        if coarse and not self._known(name) and (parts := self._patched(lane, name, data, kind)) is not None:
+            return parts
+        stored = self._put(lane, name, data)
+        self._count(kind, size, 0 if stored else size, True, stored)
+        whole = Chunk(name, size)
+        if coarse:
+            self._patcher.learn(name, data, (whole,))
+        return [whole]
 
-    def _claim(self, name: bytes) -> bool:
+    def _patched(self, lane: Lane, name: bytes, data: memoryview, kind: str) -> list[Chunk] | None:
+        """``data`` put together from what is stored and a chunk of what is not; None: nothing like it is stored."""
+        recipe = self._patcher.recipe(name)
+        if recipe is not None and self._usable(recipe):
+            self._count(kind, len(data), len(data), True, 0)
+            return list(recipe)
+        found = self._patcher.match(data, self._extendable, lambda recipe: self._load(lane, recipe))
+        if found is None:
+            return None
+        changed = b"".join(data[start:stop] for start, stop in found.changed)
+        stored = 0
+        if changed:
+            new = self._key.chunk_name(changed)
+            stored = self._put(lane, new, changed)
+            self._count(kind, len(data), len(data) - (len(changed) if stored else 0), True, stored)
+            parts = patch.assemble(len(data), found, Chunk(new, len(changed)))
+        else:
+            self._count(kind, len(data), len(data), True, 0)
+            parts = patch.assemble(len(data), found, None)
+        self._patcher.learn(name, data, tuple(parts))
+        return parts
+
+    def _known(self, name: bytes) -> bool:
+        return self._index.reusable(name) or name in self._mine
+
+    def _usable(self, recipe: patch.Recipe) -> bool:
+        return all(self._known(chunk.name) for chunk in recipe)
+
+    def _extendable(self, recipe: patch.Recipe) -> bool:
+        return self._usable(recipe) and patch.compact(recipe)
+
+    def _load(self, lane: Lane, recipe: patch.Recipe) -> bytearray | None:
+        """The bytes that ``recipe`` makes, as they are stored; None if that takes more than reading them."""
+        loaded: dict[bytes, bytearray] = {}
+        for chunk in recipe:
+            if chunk.name not in loaded:
+                place = self._mine.get(chunk.name) or self._index.locate(chunk.name)
+                data = lane.load(place, chunk.name, chunk.whole) if place else None
+                if data is None:
+                    return None
+                loaded[chunk.name] = data
+        if len(recipe) == 1 and recipe[0].length == recipe[0].whole:
+            return loaded[recipe[0].name]
+        views = {name: memoryview(data) for name, data in loaded.items()}
+        return bytearray().join(views[c.name][c.offset : c.offset + c.length] for c in recipe)
+
+    def _put(self, lane: Lane, name: bytes, data: bytes | memoryview) -> int:
+        """Store a chunk unless that is done already. Returns the bytes that it takes in the store; 0: none."""
+        if self._index.reusable(name):
+            return 0
         with self._lock:
             if name in self._mine:
-                return False
-            self._mine.add(name)
-            return True
+                return 0
+            self._mine[name] = None
+        self._mine[name], stored = lane.store(name, data)
+        return stored
 
     def _count(self, kind: str, size: int, known: int, chunk: bool, stored: int) -> None:
         with self._lock:
