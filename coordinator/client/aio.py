@@ -302,20 +302,18 @@ class AsyncJob:
                     yield worker_pb2.ExecInput(stdin=data)
             yield worker_pb2.ExecInput(stdin_eof=True)
 
-        call = self._connection.open("Exec", requests())
         code: int | None = None
         try:
-            async for reply in call:
-                if output and reply.stdout:
-                    output(reply.stdout, False)
-                if output and reply.stderr:
-                    output(reply.stderr, True)
-                if reply.exited:
-                    code = reply.exit_code
+            async with self._connection.open("Exec", requests()) as call:
+                async for reply in call:
+                    if output and reply.stdout:
+                        output(reply.stdout, False)
+                    if output and reply.stderr:
+                        output(reply.stderr, True)
+                    if reply.exited:
+                        code = reply.exit_code
         except grpc.RpcError as error:
             raise rpc.translate(error, self._connection.what) from error
-        finally:
-            call.cancel()
         if code is None:
             raise MoorageError(f"the connection to the command in {self.id} broke", "the command was ended with it")
         return code

@@ -7,6 +7,7 @@ made again after the connection broke: a caller never has to ask whether a lost 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -20,6 +21,15 @@ from moorage.errors import Unavailable
 from moorage.v1 import coordinator_pb2_grpc
 
 
+class _Line:
+    """A channel and how many calls are under way on it: one call's move to another coordinator must not end others."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub: Any = coordinator_pb2_grpc.CoordinatorAsyncStub(channel)
+        self.users = 0
+
+
 class Connection:
     """A channel to the first coordinator that answers; moves to the next when one is unavailable.
 
@@ -31,30 +41,37 @@ class Connection:
         self._tls = config.tls
         self._patience = patience
         self._current = 0
-        self._channel: grpc.aio.Channel | None = None
-        self._stub: Any = None
+        self._line: _Line | None = None
 
-    def _connected(self) -> Any:
-        if self._stub is None:
-            self._channel = rpc.aio_channel(self._targets[self._current], self._tls)
-            self._stub = coordinator_pb2_grpc.CoordinatorAsyncStub(self._channel)
-        return self._stub
+    @contextlib.asynccontextmanager
+    async def _in_use(self) -> AsyncIterator[_Line]:
+        """The present channel, which stays open within the block whatever others do with the connection."""
+        if self._line is None:
+            self._line = _Line(rpc.aio_channel(self._targets[self._current], self._tls))
+        line = self._line
+        line.users += 1
+        try:
+            yield line
+        finally:
+            line.users -= 1
+            if not line.users and line is not self._line:
+                await line.channel.close(None)
 
     @property
     def what(self) -> str:
         return f"coordinator {', '.join(self._targets)}"
 
-    async def _next(self) -> None:
-        channel, self._channel, self._stub = self._channel, None, None
-        self._current = (self._current + 1) % len(self._targets)
-        if channel is not None:
-            await channel.close(None)
+    def _next(self, failed: _Line) -> None:
+        """Go to the next coordinator, unless another call has done so. Calls on the old channel end by themselves."""
+        if self._line is failed:
+            self._line = None
+            self._current = (self._current + 1) % len(self._targets)
 
     async def close(self) -> None:
         """Close the channel. A later call opens a new one."""
-        channel, self._channel, self._stub = self._channel, None, None
-        if channel is not None:
-            await channel.close(None)
+        line, self._line = self._line, None
+        if line is not None:
+            await line.channel.close(None)
 
     async def call(self, method: str, request: Any, *, timeout: float = 60.0) -> Any:
         """One unary call, made again while no coordinator answers. Raises what the coordinator raised."""
@@ -63,13 +80,17 @@ class Connection:
         pause = 0.1
         while True:
             try:
-                return await rpc.unary(getattr(self._connected(), method), request, what=self.what, timeout=timeout)
+                async with self._in_use() as line:
+                    try:
+                        return await rpc.unary(getattr(line.stub, method), request, what=self.what, timeout=timeout)
+                    except Unavailable:
+                        self._next(line)
+                        raise
             except Unavailable:
                 if loop.time() + pause > give_up:
                     raise
-                await self._next()
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 1.0)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)
 
     async def stream(self, method: str, request: Callable[[], Any]) -> AsyncIterator[Any]:
         """A stream of replies, opened again when it broke: ``request()`` is asked anew each time.
@@ -80,25 +101,32 @@ class Connection:
         give_up = loop.time() + self._patience
         pause = 0.1
         while True:
-            call = getattr(self._connected(), method)(request(), metadata=rpc.metadata())
+            async with self._in_use() as line:
+                call = getattr(line.stub, method)(request(), metadata=rpc.metadata())
+                try:
+                    async for reply in call:
+                        give_up, pause = loop.time() + self._patience, 0.1
+                        yield reply
+                    return
+                except grpc.aio.AioRpcError as error:
+                    translated = rpc.translate(error, self.what)
+                    if not isinstance(translated, Unavailable) or loop.time() + pause > give_up:
+                        raise translated from error
+                    self._next(line)
+                finally:
+                    call.cancel()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 1.0)
+
+    @contextlib.asynccontextmanager
+    async def open(self, method: str, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """A bidirectional stream on the present channel; not repeated when it breaks."""
+        async with self._in_use() as line:
+            call = getattr(line.stub, method)(requests, metadata=rpc.metadata())
             try:
-                async for reply in call:
-                    give_up, pause = loop.time() + self._patience, 0.1
-                    yield reply
-                return
-            except grpc.aio.AioRpcError as error:
-                translated = rpc.translate(error, self.what)
-                if not isinstance(translated, Unavailable) or loop.time() + pause > give_up:
-                    raise translated from error
-                await self._next()
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 1.0)
+                yield call
             finally:
                 call.cancel()
-
-    def open(self, method: str, requests: AsyncIterator[Any]) -> Any:
-        """A bidirectional stream on the current channel; not repeated when it breaks."""
-        return getattr(self._connected(), method)(requests, metadata=rpc.metadata())
 
 
 def request_id() -> str:

@@ -78,6 +78,19 @@ def test_a_call_that_is_made_again_carries_the_same_request_id(coordinator: Fake
     assert len(coordinator.state.jobs) == 1
 
 
+def test_a_call_that_goes_to_another_coordinator_ends_no_other_call(
+    coordinator: FakeCoordinator, client: Client
+) -> None:
+    message = coordinator.state.add("j")
+    job = client.job("j")
+    watch = job.watch()
+    assert next(watch).phase == "running"
+    coordinator.state.fails["GetJob"] = [Unavailable("it leads no more")]
+    assert job.status().phase == "running"
+    coordinator.soon(lambda: coordinator.state.change(message, "finished", exit_code=0))
+    assert [info.phase for info in watch][-1] == "finished"
+
+
 def test_a_coordinator_that_stays_away_is_an_error_that_names_it(coordinator: FakeCoordinator) -> None:
     coordinator.stop()
     with (
