@@ -187,9 +187,7 @@ RETURNS = [
     ),
     *_cases("store.pack store.index", brief.forget_and_prune, together=2),
     Case(("coordinator.take-up.before", "barrier.election.elected"), live.restart_coordinator),
-    *_cases(
-        "barrier.session.grant barrier.election.enter barrier.session.renew", live.restart_coordinator, together=3
-    ),
+    *_cases("barrier.session.grant barrier.election.enter barrier.session.renew", live.restart_coordinator, together=3),
     *_cases("barrier.session.revoke barrier.election.resign", live.end_coordinator, together=2),
 ]
 

@@ -94,7 +94,8 @@ class PingPong:
         assert all(len(nonces) == 1 for nonces in verdict.nonces.values()), verdict.nonces
         for rank in range(self.pods):
             output = b"".join(piece.data for piece in self.job.logs(rank=rank)).decode()
-            done = next(line for line in output.splitlines() if line.startswith("done "))
+            done = next((line for line in output.splitlines() if line.startswith("done ")), "")
+            assert done, (rank, output, [e.sentence for e in self.job.events()])
             fields = dict(field.split("=") for field in done.split()[1:])
             assert fields["digest"] == expected_digest(self.pods, self.steps, rank)
             assert fields["nonce"] == verdict.nonces[rank][0]

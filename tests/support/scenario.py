@@ -45,7 +45,7 @@ class Stage:
     def begin(self) -> None:
         """A new long-lived job."""
         self.known, self.latest, self.incarnation, self.restarts = {}, 0, 1, 0
-        self.job = PingPong(self.cluster, steps=1_000_000, delay=0.05, keep_last=1000, max_restarts=0)
+        self.job = PingPong(self.cluster, steps=1_000_000, delay=0.05, keep_last=1000)
         self.job.until_step(2)
 
     # -- what must hold
@@ -124,6 +124,12 @@ class Stage:
                     return
             assert time.monotonic() < deadline, "not all nodes are live"
             time.sleep(0.1)
+
+    def until_all_passed(self) -> None:
+        """Every armed failpoint was passed, and all is served again."""
+        for failpoint in self.cluster.armed():
+            self.until_passed(failpoint)
+        self.until_served()
 
     def beside(self, work: Callable[[], Any]) -> Future[Any]:
         """Do it beside; what it raises is the future's."""

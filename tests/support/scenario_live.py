@@ -139,8 +139,7 @@ def late_outcome(stage: Stage) -> None:
 
 def restart_coordinator(stage: Stage) -> None:
     stage.cluster.kill("coordinator")
-    time.sleep(0.1)
-    stage.until_served()
+    stage.until_all_passed()
 
 
 def end_coordinator(stage: Stage) -> None:
@@ -150,9 +149,8 @@ def end_coordinator(stage: Stage) -> None:
 
 
 def restart_worker(stage: Stage) -> None:
-    """The worker of the node that `Stage.node` names."""
     stage.cluster.kill(stage.job.placement()[0])
-    stage.until_served()
+    stage.until_all_passed()
 
 
 def end_idle_worker(stage: Stage) -> None:
@@ -163,7 +161,7 @@ def end_idle_worker(stage: Stage) -> None:
 
 def wait(stage: Stage) -> None:
     """Nothing is asked; leases are renewed."""
-    stage.moves(40)
+    stage.until_all_passed()
 
 
 def kill_guards(stage: Stage) -> None:
