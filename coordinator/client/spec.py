@@ -74,7 +74,7 @@ def job_spec(
     checkpoint_every: float = 0.0,
     keep_last: int = 3,
     on_failure: str = "restore",
-    max_restarts: int = 3,
+    max_restarts: int | None = None,
     if_incompatible: str = "fail",
     hang_timeout: float = 0.0,
     attempt_deadline: float = 0.0,
@@ -86,7 +86,9 @@ def job_spec(
     """A job that runs ``command`` as every rank. Durations in seconds, sizes in bytes, 0 meaning the default or none.
 
     The caller's PATH, HOME, LANG and the like are carried; all else of the environment only if ``env`` names it.
-    Raises `UsageError` for values that cannot be.
+    ``max_restarts`` None sets no limit, but three failures of the job in a row with no new checkpoint between them end
+    it; 0 means that no failure is followed by a restore, as ``on_failure="fail"`` does. Raises `UsageError` for values
+    that cannot be.
     """
     if not command:
         raise UsageError("no command is given", "moorage run -- COMMAND...")
@@ -94,13 +96,16 @@ def job_spec(
         ("--pods", pods, 1),
         ("ranks per pod", ranks_per_pod, 1),
         ("--keep-last", keep_last, 1),
-        ("--max-restarts", max_restarts, 0),
+        ("--max-restarts", max_restarts or 0, 0),
         ("--gpus-per-pod", gpus_per_pod, 0),
         ("--checkpoint-every", checkpoint_every, 0),
         ("--hang-timeout", hang_timeout, 0),
     ):
         if value < least:
             raise UsageError(f"{flag} {value:g} is too small", f"the least is {least}")
+    after_failure = choice(ON_FAILURE, on_failure, "--on-failure")
+    if max_restarts == 0:
+        after_failure = types_pb2.ON_FAILURE_FAIL  # on the wire, 0 restarts are no limit
     folder = str(Path(working_directory or Path.cwd()).absolute())
     variables = {key: os.environ[key] for key in _CARRIED if key in os.environ} | dict(env or {})
     return types_pb2.JobSpec(
@@ -126,8 +131,8 @@ def job_spec(
         policy=types_pb2.Policy(
             checkpoint_every_seconds=checkpoint_every,
             keep_last=keep_last,
-            on_failure=choice(ON_FAILURE, on_failure, "--on-failure"),  # type: ignore[arg-type]
-            max_restarts=max_restarts,
+            on_failure=after_failure,  # type: ignore[arg-type]
+            max_restarts=max_restarts or 0,
             if_incompatible=choice(IF_INCOMPATIBLE, if_incompatible, "--if-incompatible"),  # type: ignore[arg-type]
             hang_seconds=hang_timeout,
             attempt_deadline_seconds=attempt_deadline,

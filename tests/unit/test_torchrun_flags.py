@@ -10,6 +10,7 @@ from moorage.cli.follow import outputs
 from moorage.cli.torchrun_flags import Launch, parse
 from moorage.coordinator.client import torchrun_spec
 from moorage.errors import UsageError
+from moorage.v1 import types_pb2
 
 
 def _parse(line: str, **environ: str) -> Launch:
@@ -99,3 +100,22 @@ def test_outputs_are_chosen_for_all_ranks_or_for_each() -> None:
     assert outputs("0:1,1:2", 3, "--tee") == {0: 1, 1: 2, 2: 0}
     with pytest.raises(UsageError, match="--tee"):
         outputs("4", 2, "--tee")
+
+
+@pytest.mark.parametrize(
+    ("given", "restarts", "on_failure"),
+    [
+        (None, 0, types_pb2.ON_FAILURE_RESTORE),  # on the wire, 0 is no limit
+        (0, 0, types_pb2.ON_FAILURE_FAIL),
+        (2, 2, types_pb2.ON_FAILURE_RESTORE),
+    ],
+)
+def test_no_restarts_and_no_limit_on_restarts_are_two_things(given: int | None, restarts: int, on_failure: int) -> None:
+    line = "t.py" if given is None else f"--max-restarts {given} t.py"
+    policy = torchrun_spec("t.py", max_restarts=_parse(line).max_restarts).policy
+    assert (policy.max_restarts, policy.on_failure) == (restarts, on_failure)
+
+
+def test_fewer_than_no_restarts_are_refused() -> None:
+    with pytest.raises(UsageError, match="--max-restarts"):
+        torchrun_spec("t.py", max_restarts=-1)

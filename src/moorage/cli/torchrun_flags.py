@@ -87,7 +87,13 @@ def parser() -> argparse.ArgumentParser:
     add("--rdzv-id", "--rdzv_id", default="none", help="TORCHELASTIC_RUN_ID")
     add("--rdzv-conf", "--rdzv_conf", default="", help=_NO_EFFECT)
     add("--standalone", action="store_true", help="one node")
-    add("--max-restarts", "--max_restarts", type=int, default=None, help="restores after a failure (default 3)")
+    add(
+        "--max-restarts",
+        "--max_restarts",
+        type=int,
+        default=None,
+        help="restores after failures, 0 for none (no limit)",
+    )
     add("--monitor-interval", "--monitor_interval", type=float, default=0.1, help=_NO_EFFECT)
     add("--start-method", "--start_method", default="spawn", choices=["spawn", "fork", "forkserver"], help=_NO_EFFECT)
     add("--event-log-handler", "--event_log_handler", default="null", help=_NO_EFFECT)
