@@ -22,8 +22,19 @@ if TYPE_CHECKING:
 def _seat(job: Job, pod: int) -> str:
     state = job.state
     if not state.seats or state.bringup is not None or state.ending is not None:
-        raise Conflict(f"job {state.name} is {state.phase}: it has no pod to look into", "wait until it runs")
+        raise Conflict(f"job {state.name} is {state.phase}: it has no pod to look into", _way_out(job))
     return state.seats[pod].node
+
+
+def _way_out(job: Job) -> str:
+    state = job.state
+    if state.phase == "finished":
+        return f"its results were written to {job.spec.working_directory} on its nodes: moorage events {state.name}"
+    if state.over or state.phase == "parked":
+        if state.latest or state.base:
+            return f"bring it back first: moorage restore {state.name}"
+        return f"it left no checkpoint to look into: moorage events {state.name}"
+    return "wait until it runs"
 
 
 async def execute(leader: Leader, requests: AsyncIterator[ExecInput]) -> AsyncIterator[ExecOutput]:
