@@ -125,6 +125,7 @@ class Pod:
             node_address=self.node.config.address,
             members=[MemberAddress(member.pod, member.node_address) for member in membership.members],
             publish=ports,
+            use_rto_max=self.node.config.use_rto_max,
         )
 
     def guard_config(self) -> GuardConfig:

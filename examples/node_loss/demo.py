@@ -133,7 +133,7 @@ def demonstrate(options: argparse.Namespace, build: Path, timeline: Timeline) ->
     timeline.add(f"an uninterrupted run of {options.epochs} epochs under plain torchrun, for comparison")
     run_reference(reference, options.epochs)
     timeline.add("done; starting three hosts, etcd and a coordinator")
-    made = cluster.up(nodes=3, name=NAME, default=False, lease_seconds=options.lease)
+    made = cluster.up(nodes=3, name=NAME, default=False, lease_seconds=options.lease, use_rto_max=options.rto_max)
     config_file = made.folder / "client.toml"
     config = load(config_file, ClientConfig)
     process = start_job(config_file, run, trail, options)
@@ -175,6 +175,7 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=4.0, help="seconds between checkpoints")
     parser.add_argument("--commits", type=int, default=2, help="committed checkpoints before the host is destroyed")
     parser.add_argument("--lease", type=int, default=3, help="seconds of silence after which a host counts as lost")
+    parser.add_argument("--no-rto-max", dest="rto_max", action="store_false", help="do without tcp_rto_max_ms")
     parser.add_argument("--timeout", type=float, default=300)
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     options = parser.parse_args()

@@ -37,6 +37,7 @@ class DevCluster:
         *,
         nodes: int = 2,
         lease_seconds: int = 3,
+        use_rto_max: bool = True,
         environment: Mapping[str, str] | None = None,
         ready_seconds: float = 60.0,
     ) -> None:
@@ -47,6 +48,7 @@ class DevCluster:
         self.failpoints.mkdir(mode=0o700)
         self._nodes = nodes
         self._lease_seconds = lease_seconds
+        self._use_rto_max = use_rto_max
         self._ready_seconds = ready_seconds
         self._environment = {"MOORAGE_FAILPOINTS_DIR": str(self.failpoints), **(environment or {})}
         self._clients = contextlib.ExitStack()
@@ -59,6 +61,7 @@ class DevCluster:
                 name=self.name,
                 state=self.folder / "state",
                 lease_seconds=self._lease_seconds,
+                use_rto_max=self._use_rto_max,
                 default=False,
                 ready_seconds=self._ready_seconds,
                 environment=self._environment,

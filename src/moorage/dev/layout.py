@@ -55,6 +55,7 @@ class Cluster(msgspec.Struct, kw_only=True):
     etcd_peer_port: int
     coordinator_port: int
     lease_seconds: int
+    use_rto_max: bool = True
     nodes: list[Node] = []
     next_number: int = 1
 

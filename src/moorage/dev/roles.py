@@ -91,6 +91,7 @@ def write_node_files(cluster: Cluster, node: Node) -> None:
         etcd=_etcd(cluster, tls),
         lease_seconds=cluster.lease_seconds,
         labels={"dev": cluster.name},
+        use_rto_max=cluster.use_rto_max,
         uplink="eth0",
         runtime=str(programs.prefixes()[0]),
     )
