@@ -197,11 +197,11 @@ class EtcdClient:
         if result.succeeded:
             return result
         seen = dict(zip(keys, result.gets[len(failure) :], strict=True))
-        verdict = settle.applied(compare, success, seen)
-        if verdict is None:
+        revision = settle.applied(compare, success, seen)
+        if revision is None:
             raise self._unknown(what, lost) from lost
-        if verdict:
-            return TxnResult(True, max((kv.mod_revision for kv in seen.values() if kv), default=result.revision))
+        if revision:
+            return TxnResult(True, revision)
         return TxnResult(False, result.revision, result.gets[: len(failure)])
 
     def watch(self, prefix: str, *, since: int) -> AsyncGenerator[WatchBatch, None]:

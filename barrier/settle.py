@@ -57,17 +57,18 @@ def _ruled_out(fence: Compare, put: PutOp | None, seen: KeyValue | None) -> bool
     return seen is not None and fence.value == (seen.mod_revision if fence.target == "mod" else seen.create_revision)
 
 
-def applied(compare: Sequence[Compare], success: Sequence[Op], seen: Mapping[str, KeyValue | None]) -> bool | None:
-    """Whether the first copy of a self-fencing transaction was executed, once a second copy has failed.
+def applied(compare: Sequence[Compare], success: Sequence[Op], seen: Mapping[str, KeyValue | None]) -> int | None:
+    """At which revision the first copy of a self-fencing transaction was executed, once a second copy has failed.
 
-    ``seen`` holds `to_read`'s keys at the revision at which the second copy failed. ``None``: it cannot be told.
+    ``seen`` holds `to_read`'s keys at the revision at which the second copy failed. 0: not at all. None: it cannot be
+    told.
     A key that the first copy created and someone deleted since counts as not executed; another writer's transaction
     that wrote the very same counts as this one.
     """
     puts = {op.key: op for op in success if isinstance(op, PutOp)}
     fences = own_fences(compare, success)
     if any(_ruled_out(fence, puts.get(fence.key), seen.get(fence.key)) for fence in fences):
-        return False
+        return 0
     if not puts or any(isinstance(op, GetOp) for op in success):
         return None
     # All puts of one transaction have one mod revision, so a key that proves ours dates the others.
@@ -82,5 +83,5 @@ def applied(compare: Sequence[Compare], success: Sequence[Op], seen: Mapping[str
         if kv is None or (not proof and kv.mod_revision != at):
             return None  # deleted since, or not all from one transaction
         if kv.mod_revision < at or (kv.mod_revision == at and not _wrote(put, kv)):
-            return False if proof else None
-    return True
+            return 0 if proof else None
+    return at
