@@ -36,6 +36,7 @@ from tests.support.etcd import Etcd
 
 JOB = "bench"
 DEADLINE = 120.0
+BLOCK = 100  # votes between two changes of turns
 
 
 async def at_once(calls: Iterable[Callable[[], Awaitable[Any]]], width: int) -> float:
@@ -73,29 +74,34 @@ class Bench:
     def vote_record(self, pod: int) -> Vote:
         return Vote(pod=pod, incarnation=1, attempt=self.attempt, bytes_total=1 << 30, bytes_new=1 << 20)
 
-    async def bare_votes(self, count: int, width: int) -> float:
-        """Votes per second through a bare stub: the very transactions, with no more done about them."""
-        self.attempt += 1
+    async def votes(self, count: int, width: int) -> tuple[float, float]:
+        """Votes per second through a bare stub, and through `Attempts.vote`.
 
-        async def send(pod: int) -> None:
+        In small blocks by turns, so that both meet the same load of the machine. The bare ones are the very same
+        transactions, put together in the same way, with no more done about them.
+        """
+        attempts = Attempts(self.client, self.keys, JOB)
+        await self.begin(attempts, 2 * count)
+        start = await self.client.get(self.keys.start(JOB, self.attempt))
+        assert start is not None
+
+        async def bare(pod: int) -> None:
             key = self.keys.vote(JOB, self.attempt, "captured", pod)
             outcome = self.keys.outcome(JOB, self.attempt)
-            compare = [cmp.absent(key), cmp.mod_revision(self.keys.start(JOB, self.attempt), 0), cmp.absent(outcome)]
+            compare = [cmp.absent(key), cmp.mod_revision(start.key, start.mod_revision), cmp.absent(outcome)]
             value = msgspec.json.encode(self.vote_record(pod))
             request = wire.txn(compare, [op.put(key, value)], [op.get(key), op.get(outcome)])
             assert (await self.stub.Txn(request)).succeeded
 
-        return count / await at_once([functools.partial(send, pod) for pod in range(count)], width)
-
-    async def votes(self, count: int, width: int) -> float:
-        """Votes per second through `Attempts.vote`."""
-        attempts = Attempts(self.client, self.keys, JOB)
-        await self.begin(attempts, count)
-
-        async def cast(pod: int) -> None:
+        async def ours(pod: int) -> None:
             assert await attempts.vote("captured", self.vote_record(pod))
 
-        return count / await at_once([functools.partial(cast, pod) for pod in range(count)], width)
+        taken = [0.0, 0.0]
+        for first in range(0, 2 * count, 2 * BLOCK):
+            for turn, cast in enumerate((bare, ours)):
+                pods = range(first + turn * BLOCK, first + (turn + 1) * BLOCK)
+                taken[turn] += await at_once([functools.partial(cast, pod) for pod in pods], width)
+        return count / taken[0], count / taken[1]
 
     async def bare_round(self, pods: int) -> float:
         """Seconds that the writes of one round take alone: start, votes at once, outcome."""
@@ -148,10 +154,11 @@ async def measure(rounds: int, pods: int, count: int, width: int) -> Report:
             await asyncio.gather(*(worker.get("/moorage/") for worker in workers))
             columns: tuple[list[float], ...] = ([], [], [], [], [])
             for turn in range(-1, rounds):  # the first turn warms up
-                before, ours = await bench.bare_votes(count, width), await bench.votes(count, width)
-                # The limit is measured on both sides of what is compared with it: the machine's load changes quickly.
-                bare = (before + await bench.bare_votes(count, width)) / 2
-                row = (bare, ours, await bench.bare_round(pods), *await bench.round(workers))
+                row = (
+                    *await bench.votes(count, width),
+                    await bench.bare_round(pods),
+                    *await bench.round(workers),
+                )
                 if turn >= 0:
                     for measured, value in zip(columns, row, strict=True):
                         measured.append(value)
