@@ -6,6 +6,7 @@ operation from its order to its documented end. A test arms failpoints, lets a s
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -18,6 +19,8 @@ from typing import Any
 from moorage.coordinator.client import JobInfo
 from moorage.dev import sweep
 from moorage.errors import MoorageError
+from moorage.worker.guard.client import GuardClient
+from moorage.worker.pod_record import pod_folder
 from tests.support.cluster import DevCluster
 from tests.support.judge import incarnations_overlap
 from tests.support.pingpong_job import PingPong
@@ -146,8 +149,18 @@ class Stage:
         return sorted(found, key=_inner_pid)
 
     def lose_pod(self, job: PingPong, pod: int = 0) -> None:
-        """Kill the pod's init, and with it all of the pod."""
-        os.kill(self.processes(job, pod)[0], signal.SIGKILL)
+        """Have the pod's guard end it, which nobody of moorage asked for: a pod that is lost."""
+        seat = job.job.status().pods[pod]
+        folder = pod_folder(self.cluster.node_folder(seat.node), job.job.id, seat.incarnation, pod)
+
+        async def kill() -> None:
+            guard = await GuardClient.connect(folder)
+            try:
+                await guard.kill(reason="lost")
+            finally:
+                await guard.close()
+
+        asyncio.run(kill())
 
     def fail_rank(self, job: PingPong, pod: int = 0) -> None:
         """Kill one rank."""

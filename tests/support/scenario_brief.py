@@ -184,6 +184,8 @@ def back_from(over: str) -> Scenario:
             else:
                 job.end(60)
             assert job.job.wait(timeout=PATIENCE).phase == over
+            for result in job.work.iterdir():  # else what the first end wrote back stands in the second's way
+                result.unlink()
             job.job.restore()
 
     return scenario
