@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -119,6 +120,28 @@ def test_a_caller_hears_that_the_guard_died(tmp_path: Path) -> None:
                 await anext(events)
             with pytest.raises(Unavailable):
                 await GuardClient.connect(lab.folder)
+
+    run(test)
+
+
+@pytest.mark.parametrize("step", ["before", "after"])
+def test_a_guard_killed_as_its_pod_ends_is_followed_by_one_that_knows_the_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    (tmp_path / "failpoints").mkdir()
+    monkeypatch.setenv("MOORAGE_FAILPOINTS_DIR", str(tmp_path / "failpoints"))
+
+    async def test() -> None:
+        async with pod_lab(tmp_path) as lab:
+            lab.lay(shell("echo last; exit 7"))
+            guard = await lab.guard()
+            (tmp_path / "failpoints" / f"guard.ended.{step}").write_text("kill")
+            with contextlib.suppress(Unavailable):
+                await guard.start()
+            await until(lambda: not guard_alive(lab.folder))
+            status = await (await lab.guard()).status()
+            assert (status.phase, status.exit_code, lab.text()) == ("exited", 7, "last\n")
+            assert not lab.cgroup.folder.exists()
 
     run(test)
 
