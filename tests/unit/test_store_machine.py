@@ -25,17 +25,27 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from moorage import failpoints
 from moorage.errors import CorruptData, MoorageError, NotFound
-from moorage.store import Content, GlobalManifest, PodManifest, Store, Writer, config, packs
+from moorage.store import Content, GlobalManifest, PodManifest, Store, Writer, config, packs, writer
 from moorage.store.backend import Data, Entry, Sink
 from moorage.store.keys import StoreKey
 from moorage.store.leases import Lease, LeaseInfo, Role
 from moorage.store.posix import PosixBackend
 
-BLOCKS = [bytes([i + 1]) + random.Random(i).randbytes(4095) for i in range(10)]
+BLOCKS = [bytes([i + 1]) + random.Random(i).randbytes(4095) for i in range(5)]
+BLOCK_LISTS = st.lists(st.integers(0, len(BLOCKS) - 1), min_size=1, max_size=4)
 HOSTS = 3
 STEPS = "claim copy condemn barrier index delete record"
 POINTS = [f"store.{name}.{when}" for name in ("index", "pack") for when in ("before", "after")]
 POINTS += [f"store.prune.{step}.{when}" for step in STEPS.split() for when in ("before", "after")]
+
+
+def crashes(most: int) -> st.SearchStrategy[int | None]:
+    """After how many operations the host dies: mostly never."""
+    return st.one_of(st.none(), st.none(), st.none(), st.integers(0, most))
+
+
+def joined(blocks: list[int]) -> bytes:
+    return b"".join(BLOCKS[block] for block in blocks)
 
 
 class Killed(BaseException):
@@ -199,7 +209,7 @@ class Attempt:
         self.start = start
         self.writer = writer
         self.contents: dict[str, Content] = {}
-        self.blocks: list[int] = []
+        self.blocks: list[list[int]] = []
         self.manifest = ""
         self.sheltered = True  # nothing happened that may cost it its data
 
@@ -212,13 +222,13 @@ class StoreMachine(RuleBasedStateMachine):
         self.world = World()
         self.generation = 0
         self.number = 0
-        self.committed: dict[str, list[int]] = {}
+        self.committed: dict[str, list[list[int]]] = {}
         self.running: list[Attempt] = []
-        self.nested = False
         self.stores: list[Store] = []
         self.patches = pytest.MonkeyPatch()
         self.patches.setattr(failpoints, "hit_sync", self.world.hit)
-        self.patches.setattr(packs, "PACK_SIZE", 14_000)
+        self.patches.setattr(packs, "PACK_SIZE", 7_000)
+        self.patches.setattr(writer, "_COARSE", 2 * 4096)  # so that two blocks and more are patched
         self.patches.setattr(packs, "ThreadPoolExecutor", InlineExecutor)
         self.patches.setattr(StoreKey, "random", lambda: StoreKey(bytes(32)))
 
@@ -243,26 +253,35 @@ class StoreMachine(RuleBasedStateMachine):
 
     # Attempts
 
+    @rule(host=st.integers(0, HOSTS - 1), blocks=BLOCK_LISTS, commit=st.booleans())
+    def checkpoint(self, host: int, blocks: list[int], commit: bool) -> None:
+        """A whole attempt, but for the commit perhaps."""
+        self.begin(host)
+        attempt = self.running[-1]
+        self.add_to(attempt, blocks)
+        self.persist_now(attempt)
+        if commit:
+            self.commit_now(attempt)
+
     @rule(host=st.integers(0, HOSTS - 1))
     def begin(self, host: int) -> None:
         self.number += 1
         generation, start = self.generation, self.world.tick()
-        writer = self.stores[host].writer(label=f"attempt {self.number}", threads=1, nice=0)
-        self.running.append(Attempt(self.number, host, generation, start, writer))
+        found = self.stores[host].writer(label=f"attempt {self.number}", threads=1, nice=0)
+        self.running.append(Attempt(self.number, host, generation, start, found))
 
     @precondition(lambda self: any(not a.manifest for a in self.running))
-    @rule(data=st.data(), blocks=st.lists(st.integers(0, len(BLOCKS) - 1), min_size=1, max_size=5))
+    @rule(data=st.data(), blocks=BLOCK_LISTS)
     def add(self, data: st.DataObject, blocks: list[int]) -> None:
         attempt = data.draw(st.sampled_from([a for a in self.running if not a.manifest]))
         self.add_to(attempt, blocks)
 
     def add_to(self, attempt: Attempt, blocks: list[int]) -> None:
-        for block in blocks:
-            attempt.contents[str(len(attempt.contents))] = attempt.writer.add_bytes(BLOCKS[block])
-            attempt.blocks.append(block)
+        attempt.contents[str(len(attempt.contents))] = attempt.writer.add_bytes(joined(blocks))
+        attempt.blocks.append(blocks)
 
     @precondition(lambda self: any(not a.manifest for a in self.running))
-    @rule(data=st.data(), crash=st.one_of(st.none(), st.integers(0, 25)), meanwhile=st.booleans())
+    @rule(data=st.data(), crash=crashes(25), meanwhile=st.booleans())
     def persist(self, data: st.DataObject, crash: int | None, meanwhile: bool) -> None:
         attempt = data.draw(st.sampled_from([a for a in self.running if not a.manifest]))
         backend = self.stores[attempt.host].backend
@@ -338,16 +357,13 @@ class StoreMachine(RuleBasedStateMachine):
     def forget(self, data: st.DataObject) -> None:
         del self.committed[data.draw(st.sampled_from(sorted(self.committed)))]
 
-    @rule(
-        data=st.data(),
-        host=st.integers(0, HOSTS - 1),
-        careful=st.booleans(),
-        crash=st.one_of(st.none(), st.integers(0, 60)),
-        meanwhile=st.booleans(),
-    )
-    def prune(self, data: st.DataObject, host: int, careful: bool, crash: int | None, meanwhile: bool) -> None:
-        if meanwhile:
-            self.interrupt(data, POINTS)
+    @rule(data=st.data(), host=st.integers(0, HOSTS - 1), careful=st.booleans())
+    def prune_beside_others(self, data: st.DataObject, host: int, careful: bool) -> None:
+        self.interrupt(data, POINTS)
+        self.prune(host, careful, None)
+
+    @rule(host=st.integers(0, HOSTS - 1), careful=st.booleans(), crash=crashes(60))
+    def prune(self, host: int, careful: bool, crash: int | None) -> None:
         backend = self.stores[host].backend
         assert isinstance(backend, HostBackend)
         backend.left = -1 if crash is None else crash
@@ -379,33 +395,24 @@ class StoreMachine(RuleBasedStateMachine):
                 attempt.sheltered = False
 
     def interrupt(self, data: st.DataObject, points: Sequence[str]) -> None:
-        """Do something else, on another host, when the next operation comes to a failpoint."""
-        if self.nested:
-            return
-        action = data.draw(st.sampled_from(["checkpoint", "finish", "prune", "careful prune", "forget", "begin"]))
-        blocks = data.draw(st.lists(st.integers(0, len(BLOCKS) - 1), min_size=1, max_size=4))
-        point = data.draw(st.sampled_from(points))
+        """Do something else, on another host, when the next operation comes to one of some failpoints."""
+        for point in data.draw(st.lists(st.sampled_from(points), min_size=1, max_size=3, unique=True)):
+            action = data.draw(st.sampled_from(["checkpoint", "finish", "finish", "prune", "careful prune", "forget"]))
+            self.world.interrupts[point] = self.interruption(action, data.draw(BLOCK_LISTS))
 
+    def interruption(self, action: str, blocks: list[int]) -> Callable[[], None]:
         def act() -> None:
-            self.nested = True
+            later = self.world.interrupts
+            self.world.interrupts = {}
             self.stores.append(self.fresh_store())
-            try:
-                self.meanwhile(action, len(self.stores) - 1, blocks)
-            finally:
-                self.nested = False
+            self.meanwhile(action, len(self.stores) - 1, blocks)
+            self.world.interrupts = later
 
-        self.world.interrupts[point] = act
+        return act
 
     def meanwhile(self, action: str, host: int, blocks: list[int]) -> None:
         if action == "checkpoint":
-            self.begin(host)
-            attempt = self.running[-1]
-            self.add_to(attempt, blocks)
-            self.persist_now(attempt)
-            self.commit_now(attempt)
-        elif action == "begin":
-            self.begin(host)
-            self.add_to(self.running[-1], blocks)
+            self.checkpoint(host, blocks, True)
         elif action == "finish":
             for attempt in [a for a in self.running if a.manifest]:
                 self.commit_now(attempt)
@@ -429,9 +436,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.compare(store, manifest, blocks)
         self.look()
 
-    def compare(self, store: Store, manifest: GlobalManifest, blocks: list[int]) -> None:
+    def compare(self, store: Store, manifest: GlobalManifest, blocks: list[list[int]]) -> None:
         found = store.read_pod_manifest(manifest.pods[0])
-        assert [store.read_bytes(found.images[str(i)]) for i in range(len(blocks))] == [BLOCKS[b] for b in blocks]
+        assert [store.read_bytes(found.images[str(i)]) for i in range(len(blocks))] == [joined(b) for b in blocks]
 
     def look(self) -> None:
         """Every committed checkpoint is whole, for one who has just come and for one who has been here long."""
@@ -458,7 +465,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 StoreMachine.TestCase.settings = settings(
     max_examples=int(os.environ.get("MOORAGE_STORE_EXAMPLES", "40")),
-    stateful_step_count=25,
+    stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
