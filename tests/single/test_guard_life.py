@@ -98,7 +98,8 @@ def test_ranks_run_as_the_owner_with_no_capability_and_may_not_regain_any(tmp_pa
 def test_what_a_rank_leaves_behind_ends_with_the_pod(tmp_path: Path) -> None:
     async def test() -> None:
         async with pod_lab(tmp_path) as lab:
-            lab.lay(shell("setsid sh -c 'sleep 1000' & setsid sh -c 'exit 0' & sleep 0.3; ps -A -o stat= | grep -c Z"))
+            zombies = "cat /proc/[0-9]*/stat | grep -c ') Z'"
+            lab.lay(shell(f"setsid sh -c 'sleep 1000' & setsid sh -c 'exit 0' & sleep 0.3; {zombies}"))
             guard = await lab.guard()
             await guard.start()
             ended = await until_event(guard, lambda event: event.status.phase == "exited")

@@ -73,7 +73,7 @@ def test_frames_are_what_the_python_side_reads(tmp_path: Path) -> None:
 
 
 def test_a_rank_has_a_session_of_its_own_and_no_descriptor_but_three(tmp_path: Path) -> None:
-    script = "ps -o pid=,sid=,pgid= -p $$; ls -l /proc/$$/fd"
+    script = "cut -d ' ' -f 1,5,6 /proc/$$/stat; ls -l /proc/$$/fd"  # pid, group, session
     out = text(Init(tmp_path, [shell(script)]).frames()).decode().splitlines()
     assert len(set(out[0].split())) == 1
     descriptors = {line.split()[-3]: line.split()[-1] for line in out[2:]}
@@ -84,7 +84,9 @@ def test_a_rank_has_a_session_of_its_own_and_no_descriptor_but_three(tmp_path: P
 
 def test_signals_mean_to_a_rank_what_they_mean_to_any_program(tmp_path: Path) -> None:
     frames = Init(tmp_path, [shell("grep -E 'SigBlk|SigIgn' /proc/self/status; kill -9 $$")]).frames()
-    assert text(frames).decode().split()[1::2] == ["0" * 16] * 2
+    masks = [int(mask, 16) for mask in text(frames).decode().split()[1::2]]
+    # 32 and 33 are the C library's own: nobody can set them, and they may come ignored from whoever runs the tests.
+    assert [mask & ~(3 << 31) for mask in masks] == [0, 0]
     assert frames[-1].number == 128 + 9
 
 
