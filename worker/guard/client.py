@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from moorage import failpoints
 from moorage.errors import MoorageError, Unavailable, by_name
@@ -20,6 +21,8 @@ from moorage.worker.guard.files import guard_alive, write_private
 from moorage.worker.guard.wire import pack, unpack
 
 __all__ = ["GuardClient", "guard_alive"]
+
+log = structlog.get_logger(__name__)
 
 failpoints.declare("guard.spawn.before", "guard.spawn.after")
 
@@ -96,8 +99,10 @@ class GuardClient:
         """Close the connection; the guard lives on."""
         self._listener.cancel()
         self._writer.close()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._listener
+        # Not awaited itself: a caller that is cancelled just now must not mistake that for the listener's end.
+        await asyncio.wait({self._listener})
+        if not self._listener.cancelled() and (error := self._listener.exception()):
+            log.info("the guard's connection broke", folder=str(self.folder), error=str(error))
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
