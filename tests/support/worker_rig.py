@@ -55,9 +55,11 @@ WAIT_SECONDS = 30.0
 #: Counts as fast as told; says each number; a number twice or left out would show in its output.
 COUNTER = """\
 import itertools, os, sys, time
-print("nonce", os.urandom(8).hex(), flush=True)
+def say(text):
+    os.write(1, text.encode() + b"\\n")  # whole lines: ranks may speak at the same time
+say("nonce " + os.urandom(8).hex())
 for number in itertools.count(1):
-    print("step", number, flush=True)
+    say("step %d" % number)
     time.sleep({pause})
     if number == {last}:
         sys.exit({code})
@@ -226,7 +228,11 @@ class WorkerRig:
         async with self.etcd.client() as etcd, rpc.aio_channel(self.endpoint, self.tls) as channel:
             orders = Orders(self, etcd, WorkerStub(channel))
             await orders.lead()
-            yield orders
+            try:
+                yield orders
+            except BaseException:
+                self.print_logs()
+                raise
 
 
 class Orders:
