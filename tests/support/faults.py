@@ -75,8 +75,9 @@ def _attempt(*moves: str) -> str:
 
 ATTEMPTS = [
     *_cases(
-        "job.running-checkpointing barrier.start coordinator.order.prepare",
+        "job.running-checkpointing coordinator.order.prepare barrier.start",
         live.checkpoint_surely,
+        together=2,
     ),
     *_cases(
         _attempt(
@@ -89,11 +90,13 @@ ATTEMPTS = [
             "committing-committed",
         ),
         live.checkpoint_surely,
+        together=2,
     ),
     *_cases(
         "coordinator.order.freeze coordinator.order.seal coordinator.order.capture barrier.outcome "
         "job.checkpointing-running store.manifest.global barrier.forget",
         live.checkpoint_surely,
+        together=2,
     ),
     *_cases("job.note", live.two_checkpoints),
     *_cases(_attempt("preparing-settling", "settling-aborted"), live.refused("worker.prepare.record.before")),
@@ -185,7 +188,7 @@ RETURNS = [
         brief.forget_and_prune,
         together=3,
     ),
-    *_cases("store.pack store.index", brief.forget_and_prune, together=2),
+    *_cases("store.pack", brief.forget_and_prune),
     Case(("coordinator.take-up.before", "barrier.election.elected"), live.restart_coordinator),
     *_cases("barrier.session.grant barrier.election.enter barrier.session.renew", live.restart_coordinator, together=3),
     *_cases("barrier.session.revoke barrier.election.resign", live.end_coordinator, together=2),
@@ -253,7 +256,7 @@ WORKERS_RESTORE = [
         ANY,
         restored=True,
     ),
-    *_cases("worker.start.layers worker.start.network worker.start.guard", brief.finish, ANY),
+    *_cases("worker.start.layers worker.start.network worker.start.guard", brief.start, ANY),
     *_cases("worker.finish.logs worker.finish.results worker.finish.remove layers.writeback", brief.finish, ANY),
     Case(("layers.writeback.file",), brief.finish, ANY),
     *_cases("store.object", brief.finish, ANY),
@@ -263,7 +266,7 @@ GUARDS = [
     *_cases("guard.freeze guard.drain guard.checkpoint guard.thaw", live.checkpoint, ANY),
     *_cases("guard.adopt", live.kill_guards, ANY),
     *_cases("guard.restore", live.move, ANY, restored=True),
-    *_cases("guard.start", brief.finish, ANY),
+    *_cases("guard.start", brief.start, ANY),
     *_cases("guard.kill guard.ended", brief.stop, ANY),
 ]
 

@@ -45,6 +45,11 @@ def finish(stage: Stage) -> None:
     assert info.exit_code == 0
 
 
+def start(stage: Stage) -> None:
+    """The same, when a pod may be lost at its start."""
+    PingPong(stage.cluster, pods=1, steps=20).assert_right(anew=True)
+
+
 def fail(stage: Stage) -> None:
     """A rank fails, and the owner wants no restore."""
     with brief(stage, on_failure="fail") as job:
@@ -109,10 +114,11 @@ def stop_with_checkpoint(stage: Stage) -> None:
 
 
 def stop_pending(stage: Stage) -> None:
-    """A job for which there is no node."""
-    job = stage.client.run(["true"], gpus_per_pod=64, working_directory="/tmp")
-    job.until(lambda info: info.phase == "pending", timeout=PATIENCE)
-    assert job.stop().phase == "stopped"
+    """A job that has no place yet."""
+    with stage.armed("coordinator.counter.vni.before", STALL, "coordinator"):
+        job = stage.client.run(["true"], working_directory="/tmp")
+        stage.until_passed("coordinator.counter.vni.before")
+        assert job.stop(grace=0).phase == "stopped"
 
 
 def stop_starting(stage: Stage) -> None:
@@ -259,9 +265,11 @@ def forget_and_prune(stage: Stage) -> None:
             job.job.checkpoint()
         stage.moves(10, job)
         job.job.checkpoint()
-        for _ in range(3):
+        for _ in range(8):
             _age(Path(stage.cluster.record.folder) / "store")
             stage.client.prune()
+            if not stage.cluster.armed():
+                break
         for checkpoint in stage.client.checkpoints(job.job.id):
             stage.check(checkpoint.id, read_data=True)
         job.job.restore()

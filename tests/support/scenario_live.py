@@ -82,6 +82,8 @@ def move(stage: Stage) -> None:
     turn = (nodes.index(here[0]) + 1) % len(nodes)
     with contextlib.suppress(MoorageError):
         stage.job.job.move(to=[nodes[turn], nodes[(turn + 1) % len(nodes)]])
+    if stage.job.job.status().phase == "parked":  # both of these nodes were given up, and no other was allowed
+        stage.job.job.restore()
 
 
 def restore(stage: Stage) -> None:
@@ -167,20 +169,19 @@ def wait(stage: Stage) -> None:
 def kill_guards(stage: Stage) -> None:
     for pid in stage.guard_pids(stage.job.placement()[0]):
         os.kill(pid, signal.SIGKILL)
-    stage.moves()
+    stage.until_all_passed()
 
 
 def blackout(stage: Stage) -> None:
-    """A node without its worker, and nobody who would miss it: the pod stands still and runs again, the same one."""
+    """A node without etcd, and nobody who would miss it: the pod stands still and runs again, the same one."""
     node = stage.job.placement()[0]
     stage.cluster.stop("coordinator")
-    stage.cluster.pause(node)
     try:
-        _until_still(stage)
+        with stage.cluster.isolated(node, control_only=True):
+            _until_still(stage)
+        stage.moves()
     finally:
-        stage.cluster.resume(node)
-    stage.moves()
-    stage.cluster.start("coordinator")
+        stage.cluster.start("coordinator")
     stage.until_served()
 
 
