@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
@@ -15,6 +16,17 @@ from moorage.worker.sandbox import criulog, process
 _SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DUMP_LOG: Final = "dump.log"
 RESTORE_LOG: Final = "restore.log"
+
+
+_RESTORE_ROOT: Final = "criu-root"
+_MNT_DETACH: Final = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _is_mount(path: Path) -> bool:
+    wanted = str(path).replace("\\", "\\134").replace(" ", "\\040")
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return any(line.split(" ")[4] == wanted for line in lines)
 
 
 class ContainerState(NamedTuple):
@@ -114,7 +126,17 @@ class Runc:
     async def delete(self, container: str, *, force: bool = False) -> None:
         """Forget a stopped container and remove its cgroup; ``force`` kills it first. Nothing to do if unknown."""
         if (self.root / container).exists():
+            self._detach_restore_root(container)
             await self._do("delete", *(["--force"] * force), container)
+
+    def _detach_restore_root(self, container: str) -> None:
+        """While runc restores, the pod's root file system is mounted in its state folder. A runc that was killed then
+        leaves it there, and the next one's `delete` would empty the whole root file system through it."""
+        root = self.root / container / _RESTORE_ROOT
+        while _is_mount(root):
+            if _libc.umount2(os.fsencode(root), _MNT_DETACH):
+                code = ctypes.get_errno()
+                raise MoorageError(f"{root} cannot be unmounted: {os.strerror(code)}", "unmount it, then try again")
 
     async def state(self, container: str) -> ContainerState | None:
         """What runc knows of it; None when it does not."""
