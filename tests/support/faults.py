@@ -114,21 +114,29 @@ ATTEMPTS = [
 ]
 
 JOURNEYS = [
-    *_cases("job.running-parking job.parking-parked job.parked-restoring", live.park_and_restore, restored=True),
+    *_cases(
+        "job.running-parking job.parking-parked job.parked-restoring",
+        live.park_and_restore,
+        restored=True,
+        together=2,
+    ),
     *_cases(
         "job.bringup.placing-loading job.bringup.loading-releasing job.restoring-running",
         live.park_and_restore,
         restored=True,
+        together=2,
     ),
     *_cases(
         "coordinator.order.restore coordinator.order.release coordinator.order.kill coordinator.counter.vni",
         live.park_and_restore,
         restored=True,
+        together=2,
     ),
     *_cases(
         "job.parking-restoring job.bringup.placing-fencing job.bringup.fencing-loading job.bringup.none-placing",
         live.move,
         restored=True,
+        together=2,
     ),
     *_cases("job.running-restoring", live.restore, restored=True),
     *_cases("job.bringup.loading-placing", live.restore_elsewhere("worker.restore.rebuild.before"), restored=True),
@@ -158,6 +166,7 @@ ENDS = [
         "job.none-pending job.pending-starting job.starting-running job.running-finishing job.ending.none-closing "
         "job.finishing-finished coordinator.order.start coordinator.order.finish coordinator.counter.slot",
         brief.finish,
+        together=3,
     ),
     *_cases("job.finishing-failed", brief.fail),
     *_cases("job.checkpointing-finishing", brief.fail_under("checkpoint")),
@@ -166,8 +175,12 @@ ENDS = [
     *_cases("job.checkpointing-starting", brief.lost_under("checkpoint")),
     *_cases("job.parking-starting", brief.lost_under("park")),
     *_cases("job.starting-finishing", brief.no_such_command),
-    *_cases("job.running-stopping job.stopping-stopped job.ending.none-killing job.ending.killing-closing", brief.stop),
-    *_cases("job.parking-stopping job.ending.none-fencing", brief.stop_with_checkpoint),
+    *_cases(
+        "job.running-stopping job.stopping-stopped job.ending.none-killing job.ending.killing-closing",
+        brief.stop,
+        together=2,
+    ),
+    *_cases("job.parking-stopping job.ending.none-fencing", brief.stop_with_checkpoint, together=2),
     *_cases("job.pending-stopping", brief.stop_pending),
     *_cases("job.starting-stopping", brief.stop_starting),
     *_cases("job.checkpointing-stopping", brief.stop_under("checkpoint", brief.ORDER.format("capture"))),
@@ -217,11 +230,13 @@ WORKERS = [
         ),
         live.checkpoint,
         ANY,
+        together=2,
     ),
     *_cases(
         "barrier.vote.captured barrier.vote.persisted network.seal network.unseal layers.capture store.manifest.pod",
         live.checkpoint,
         ANY,
+        together=2,
     ),
     *_cases("store.pack store.index", live.checkpoint, NODE),
     *_cases("barrier.abort", brief.late_outcome, ANY),
@@ -249,21 +264,25 @@ WORKERS_RESTORE = [
         live.move,
         ANY,
         restored=True,
+        together=2,
     ),
     *_cases(
         "network.create network.remove network.reset_external layers.restore guard.spawn",
         live.move,
         ANY,
         restored=True,
+        together=2,
     ),
-    *_cases("worker.start.layers worker.start.network worker.start.guard", brief.start, ANY),
-    *_cases("worker.finish.logs worker.finish.results worker.finish.remove layers.writeback", brief.finish, ANY),
+    *_cases("worker.start.layers worker.start.network worker.start.guard", brief.start, ANY, together=2),
+    *_cases(
+        "worker.finish.logs worker.finish.results worker.finish.remove layers.writeback", brief.finish, ANY, together=2
+    ),
     Case(("layers.writeback.file",), brief.finish, ANY),
     *_cases("store.object", brief.finish, ANY),
 ]
 
 GUARDS = [
-    *_cases("guard.freeze guard.drain guard.checkpoint guard.thaw", live.checkpoint, ANY),
+    *_cases("guard.freeze guard.drain guard.checkpoint guard.thaw", live.checkpoint, ANY, together=2),
     *_cases("guard.adopt", live.kill_guards, ANY),
     *_cases("guard.restore", live.move, ANY, restored=True),
     *_cases("guard.start", brief.start, ANY),
