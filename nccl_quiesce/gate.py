@@ -1,0 +1,143 @@
+"""What stands at the entry of NCCL in each process: the counts and the gate. The reference for the library in the pod.
+
+No locks here: each method is one step that nothing interrupts. Two threads may be between two methods at any time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Literal
+
+from moorage.nccl_quiesce.model import Call, Creation, Handle, Lane, Order, Phase, Snapshot
+
+
+class Gate:
+    """Counts calls, holds them while it is closed, lets them go on by ticket.
+
+    A call takes `enter`, then `look`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with each ticket
+    that an order admits, or that was held when the gate opens; ``thawed`` when creations may go on.
+
+    Invariants:
+
+    * Seen first: from `enter` on, before it has looked at the gate, a call is in the report: as inside until it has looked,
+      then as held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever
+      looked at the gate while it was open. (A library without locks counts at `enter` and takes off, in a report, what is
+      held and what has not looked.)
+    * While the gate is closed ``admitted`` grows only by `obey`.
+    * `obey` carries out each round at most once, whatever is late, doubled or lost; an attempt that is over stays over.
+    * Calls under stream capture never come here; destroys do not either, except to be seen (`destroy`).
+    """
+
+    def __init__(self, rank: int, let_in: Callable[[int], None], thawed: Callable[[], None] = lambda: None) -> None:
+        self.rank = rank
+        self._let_in, self._thawed = let_in, thawed
+        self.attempt = self.round = self.moves = 0
+        self.phase: Phase = "open"
+        self.admitted: dict[Lane, int] = {}
+        self.held: dict[int, Call] = {}
+        self.entering: dict[int, Call] = {}
+        self.inside: dict[int, Call] = {}
+        self.handles: dict[tuple[str, int], Handle] = {}
+        self.users: dict[str, int] = {}
+        self.threads: set[int] = set()
+        self.exited = False
+        self._tickets = itertools.count(1)
+
+    # ---- what the job's threads do
+
+    def enter(
+        self, thread: int, lanes: dict[Lane, int], creates: tuple[Creation, ...] = (), *, destroys: bool = False
+    ) -> int:
+        """Show a call, before the gate is looked at; returns its ticket."""
+        call = Call(next(self._tickets), thread, lanes, creates, destroys)
+        self.moves += 1
+        self.threads.add(thread)
+        self.entering[call.ticket] = call
+        return call.ticket
+
+    def look(self, ticket: int) -> bool:
+        """Whether the call may go on at once; otherwise it is held, and ``let_in`` will name it."""
+        call = self.entering.pop(ticket)
+        self.moves += 1
+        if self.phase == "open" or call.destroys:
+            self._begin(call)
+            return True
+        self.held[ticket] = call
+        return False
+
+    def leave(self, ticket: int) -> None:
+        """The call returned from NCCL; what it created is the job's from now on."""
+        self.moves += 1
+        call = self.inside.pop(ticket)
+        for creation in call.creates:
+            self._handle(creation, "ready")
+            self.users.setdefault(creation.communicator, call.thread)
+
+    def destroy(self, communicator: str, member: int) -> None:
+        """The job gave a member up; its counts stay."""
+        self.moves += 1
+        old = self.handles[communicator, member]
+        self.handles[communicator, member] = Handle(communicator, member, old.size, "gone")
+
+    def take_back(self, ticket: int) -> None:
+        """A creation that no member finished is undone, as if it had never entered."""
+        self.moves += 1
+        for creation in self.inside.pop(ticket).creates:
+            del self.handles[creation.communicator, creation.member]
+
+    # ---- what the coordinator does
+
+    @property
+    def frozen(self) -> bool:
+        """Creations must not come through: their results are not looked at."""
+        return self.phase == "drain"
+
+    def obey(self, order: Order, undrained: Callable[[], tuple[str, ...]]) -> Snapshot | None:
+        """Carry out an order and report; None for an order that is out of date."""
+        if (order.attempt, order.round) < (self.attempt, self.round):
+            return None
+        if (order.attempt, order.round) > (self.attempt, self.round):
+            self.attempt, self.round = order.attempt, order.round
+            was, self.phase = self.phase, order.phase
+            tickets = order.admit if order.phase != "open" else tuple(self.held)
+            for ticket in tickets:
+                if (call := self.held.pop(ticket, None)) is not None:
+                    self.moves += 1
+                    self._begin(call)
+                    self._let_in(ticket)
+            if was == "drain" and not self.frozen:
+                self._thawed()
+        return self.report(undrained() if self.phase == "drain" else ())
+
+    def report(self, undrained: tuple[str, ...] = (), waits_for: tuple[int, ...] = ()) -> Snapshot:
+        """The process as it is now."""
+        return Snapshot(
+            attempt=self.attempt,
+            round=self.round,
+            rank=self.rank,
+            admitted=dict(self.admitted),
+            held=tuple(self.held.values()),
+            inside=(*self.entering.values(), *self.inside.values()),
+            handles=tuple(self.handles.values()),
+            users=dict(self.users),
+            threads=len(self.threads),
+            waits_for=waits_for,
+            moves=self.moves,
+            undrained=undrained,
+            exited=self.exited,
+        )
+
+    # ---- inner parts
+
+    def _begin(self, call: Call) -> None:
+        self.inside[call.ticket] = call
+        for lane, number in call.lanes.items():
+            self.admitted[lane] = self.admitted.get(lane, 0) + number
+            self.users[lane.communicator] = call.thread
+        for creation in call.creates:
+            self._handle(creation, "creating")
+
+    def _handle(self, creation: Creation, state: Literal["creating", "ready"]) -> None:
+        key = creation.communicator, creation.member
+        self.handles[key] = Handle(*key, creation.size, state)

@@ -1,0 +1,172 @@
+"""The data of the cut: what each process counts and reports, and what it is told. Plain data in every language.
+
+A *rank* is one process of the job. A *member* is a place in a communicator, 0 to size - 1; a process may hold several
+members of one communicator. The name of a communicator is the same at all its members and never used again in the job.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, TypeAlias
+
+import msgspec
+
+Kind: TypeAlias = Literal["collective", "send", "receive"]
+Phase: TypeAlias = Literal["cut", "drain", "open"]
+
+
+class Lane(NamedTuple):
+    """What is counted: one member's collectives, or its sends to, or receives from, one ``peer`` (a member)."""
+
+    communicator: str
+    member: int
+    kind: Kind
+    peer: int = -1
+
+    @property
+    def partner(self) -> Lane:
+        """The lane at the other end of a send or receive."""
+        return Lane(self.communicator, self.peer, "receive" if self.kind == "send" else "send", self.member)
+
+
+class Creation(msgspec.Struct, frozen=True):
+    """One member's part in making a communicator (init, split, shrink, grow).
+
+    ``size``: how many members must take part. For a shrink these are the survivors only. ``ranks``: their ranks as far as
+    this process knows them (split, shrink and grow know their parent's); may be empty.
+    """
+
+    communicator: str
+    member: int
+    size: int
+    ranks: tuple[int, ...] = ()
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One call that the gate treats as a whole: an operation, an outermost group, the launch of a graph, a creation.
+
+    ``ticket``: unique in its process, ascending in the order of entry, so also in the order of counting. ``thread``: the
+    calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such a call
+    passes every gate.
+    """
+
+    ticket: int
+    thread: int
+    lanes: dict[Lane, int] = {}
+    creates: tuple[Creation, ...] = ()
+    destroys: bool = False
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """A member that lives in this process. ``creating``: its creation was admitted, and the job has no result yet."""
+
+    communicator: str
+    member: int
+    size: int
+    state: Literal["creating", "ready", "gone"] = "ready"
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """What one process reports in a round, taken at one instant after it obeyed the order of that round.
+
+    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that have entered
+    and are neither held nor back, also those that have not looked at the gate yet (not counted so far). ``handles``: all members of this process, with those that
+    are gone (their counts stay). ``users``: for each communicator the thread that used it last. ``threads``: how many
+    living threads have ever called NCCL. ``waits_for``: ranks that a blocked descriptor of a thread outside points to.
+    ``moves``: a number that changes whenever anything of this report changes. ``undrained``: names of streams that still
+    have work; filled only in answer to a drain order. ``exited``: the process ended well, and its counts are final.
+    """
+
+    attempt: int
+    round: int
+    rank: int
+    admitted: dict[Lane, int] = {}
+    held: tuple[Call, ...] = ()
+    inside: tuple[Call, ...] = ()
+    handles: tuple[Handle, ...] = ()
+    users: dict[str, int] = {}
+    threads: int = 1
+    waits_for: tuple[int, ...] = ()
+    moves: int = 0
+    undrained: tuple[str, ...] = ()
+    exited: bool = False
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the coordinator tells one process in one round.
+
+    ``cut``: gates are closed, held calls with these tickets go on. ``drain``: the same, creations stand still, and the
+    answer names undrained streams. ``open``: the attempt is over, gates are open.
+    """
+
+    attempt: int
+    round: int
+    phase: Phase
+    admit: tuple[int, ...] = ()
+
+
+class Short(msgspec.Struct, frozen=True):
+    """A rank that is behind: it was admitted to ``count`` operations of the lane, and ``need`` have been issued."""
+
+    rank: int
+    lane: Lane
+    count: int
+    need: int
+
+    def __str__(self) -> str:
+        lane = self.lane
+        what = {"collective": "collectives", "send": f"sends to {lane.peer}", "receive": f"receives from {lane.peer}"}
+        return (
+            f"rank {self.rank} is behind on communicator {lane.communicator} as member {lane.member}: "
+            f"{self.count} of {self.need} {what[lane.kind]}"
+        )
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What follows an accepted cut. All names sorted, so every process works in the same order.
+
+    ``rebuild``: communicators that all members have, destroyed at once and made anew in this order. ``again``: creations
+    that no member has finished; they are taken back and issued again under fresh ids when the gates open. ``widowed``:
+    communicators that some members have destroyed and others not; they are not rebuilt, and their handles answer
+    queries, destroy and abort only.
+    """
+
+    rebuild: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    widowed: tuple[str, ...] = ()
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Nothing to order: ask again, in the same phase."""
+
+
+class Admit(msgspec.Struct, frozen=True):
+    """Let these held calls go on: for each rank its tickets. ``slide``: no rank was owed any, somebody had to move."""
+
+    orders: dict[int, tuple[int, ...]]
+    slide: bool = False
+
+
+class Drain(msgspec.Struct, frozen=True):
+    """Nobody is behind and nobody inside: let creations stand still and see whether the streams run dry."""
+
+
+class Resume(msgspec.Struct, frozen=True):
+    """Back from draining to cutting: a creation came through at some of its members while the order was on its way."""
+
+
+class Accept(msgspec.Struct, frozen=True):
+    """The cut: every operation that was issued has all its partners and is done."""
+
+    plan: Plan
+
+
+class Abort(msgspec.Struct, frozen=True):
+    """The cut cannot be had in time. ``reason``: one sentence for people; the rest is what it was made from."""
+
+    reason: str
+    behind: tuple[Short, ...] = ()
+    inside: tuple[tuple[int, Call], ...] = ()
+    undrained: tuple[tuple[int, str], ...] = ()
+
+
+Decision: TypeAlias = Wait | Admit | Drain | Resume | Accept | Abort
