@@ -29,6 +29,8 @@ def job_message(job: Job) -> pb.Job:
         exit_code=state.exit_code or 0,
         has_exit_code=state.exit_code is not None,
         reason=_sentence(state.reason),
+        error_kind=state.error_kind,
+        hint=state.hint,
         latest_checkpoint=state.latest,
         attempt=state.attempts,
         restarts=state.restarts,
@@ -100,6 +102,7 @@ def _attempt(job: Job, attempt: AttemptState) -> pb.Attempt:
         pods_captured=pods if captured else job.votes.get("captured", 0),
         pods_persisted=pods if stored else job.votes.get("persisted", 0),
         error_kind=attempt.error_kind,
+        hint=attempt.hint,
     )
 
 

@@ -197,8 +197,7 @@ class AsyncJob:
         attempt = await self.attempt(reply.attempt, progress=progress)
         if attempt.phase != "committed":
             kind = by_name(attempt.error_kind) if attempt.error_kind else AttemptAborted
-            hint = "; ".join(attempt.refusals) if len(attempt.refusals) > 1 else ""
-            raise kind(f"checkpoint of {self.id} was not made: {attempt.reason or attempt.phase}", hint)
+            raise kind(f"checkpoint of {self.id} was not made: {attempt.reason or attempt.phase}", attempt.hint)
         for checkpoint in await self._client.checkpoints(self.id):
             if checkpoint.id == attempt.checkpoint:
                 return checkpoint
@@ -241,7 +240,12 @@ class AsyncJob:
 
         job = await self.until(settled)
         if job.phase == "parked" or job.phase in {"failed", "stopped"}:
-            raise Conflict(f"job {self.id} was not brought back: {job.reason}", f"moorage events {self.id}")
+            kind = by_name(job.error_kind) if job.error_kind else Conflict
+            raise kind(
+                job.reason,
+                job.hint
+                or f"`moorage events {job.name}` says more, `moorage checkpoints {job.name}` which others there are",
+            )
         return job
 
     async def stop(self, *, checkpoint: bool = False, grace: float = 10.0) -> JobInfo:

@@ -50,7 +50,11 @@ class PodInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as it stood at one moment. ``over``: finished, failed or stopped."""
+    """A job as it stood at one moment. ``over``: finished, failed or stopped.
+
+    ``error_kind`` (a class of `moorage.errors`) and ``hint`` (the way out) tell why the job could not be started or
+    brought back; they are empty when it could.
+    """
 
     id: str
     name: str
@@ -72,6 +76,8 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     pods: list[PodInfo]
     trace: str
+    error_kind: str = ""
+    hint: str = ""
 
     @classmethod
     def of(cls, message: pb.Job) -> JobInfo:
@@ -96,6 +102,8 @@ class JobInfo(msgspec.Struct, frozen=True, kw_only=True):
             ranks=max(1, message.spec.pods) * max(1, message.spec.ranks_per_pod),
             pods=[PodInfo.of(pod) for pod in message.pods],
             trace=message.trace,
+            error_kind=message.error_kind,
+            hint=message.hint,
         )
 
 
@@ -151,6 +159,7 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
     pods_persisted: int
     refusals: list[str]
     error_kind: str
+    hint: str = ""
 
     @property
     def over(self) -> bool:
@@ -175,7 +184,15 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
             pods_persisted=message.pods_persisted,
             refusals=[": ".join(part for part in (r.what, r.why, r.cure) if part) for r in message.refusals],
             error_kind=message.error_kind,
+            hint=_ways_out(message),
         )
+
+
+def _ways_out(message: pb.Attempt) -> str:
+    """One line: the way out of what stood in the way; where that was several things, all of them."""
+    if len(message.refusals) > 1:
+        return "; ".join(f"{refusal.what}: {refusal.cure or refusal.why}" for refusal in message.refusals)
+    return message.hint or "; ".join(refusal.cure for refusal in message.refusals)
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,6 +21,7 @@ HOPELESS = frozenset({"UsageError", "Refused", "CorruptData", "NewerVersion", "N
 
 def begin(t: Turn, plan: BringUp, why: str) -> None:
     """Take up ``plan``; the job must not be in an attempt any more."""
+    t.set(error_kind="", hint="")
     t.begin_bringup(plan)
     t.phase("restoring" if plan.checkpoint else "starting", why)
 
@@ -45,7 +46,10 @@ def unplaceable(t: Turn, event: Unplaceable) -> None:
     if t.state.phase == "pending":
         t.set(reason=f"waits for nodes: {event.reason}")
     elif plan.cause != "failure" or plan.exclude:
-        give_up(t, f"{plan.trouble}; {event.reason}" if plan.trouble else event.reason)
+        if plan.trouble:
+            give_up(t, f"{plan.trouble}; {event.reason}", plan.error_kind, plan.hint)
+        else:
+            give_up(t, event.reason, "NoCapacity")
     elif not plan.waiting_since:
         waiting = msgspec.structs.replace(plan, waiting_since=t.now)
         t.set(bringup=waiting, reason=f"waits for nodes: {event.reason}")
@@ -89,9 +93,9 @@ def failed(t: Turn, event: Failed) -> None:
     where = f"pod {event.pod} could not be {what} on {event.node}: " if event.node else ""
     why = f"{where}{event.message}"
     if event.error_kind in HOPELESS or not event.node:
-        give_up(t, why)
+        give_up(t, why, event.error_kind, event.hint)
     else:
-        retry(t, why, event.node, misfit=event.error_kind == "Incompatible")
+        retry(t, why, event.node, event.error_kind, event.hint)
 
 
 def broke(t: Turn, pod: int, reason: str) -> None:
@@ -107,7 +111,7 @@ def node_lost(t: Turn, node: str) -> None:
         t.bringup_step("placing", f"node {node} was lost", trouble=f"node {node} was lost")
 
 
-def retry(t: Turn, why: str, node: str, *, misfit: bool = False) -> None:
+def retry(t: Turn, why: str, node: str, error_kind: str = "", hint: str = "") -> None:
     """Choose again, without ``node``."""
     plan = _current(t)
     first = not plan.exclude
@@ -116,23 +120,28 @@ def retry(t: Turn, why: str, node: str, *, misfit: bool = False) -> None:
         why,
         exclude=tuple(dict.fromkeys((*plan.exclude, node))),
         trouble=why,
-        misfits=misfit and (first or plan.misfits),
+        error_kind=error_kind,
+        hint=hint,
+        misfits=error_kind == "Incompatible" and (first or plan.misfits),
     )
 
 
 def patience_over(t: Turn) -> None:
     """No node has come."""
-    give_up(t, t.state.reason)
+    give_up(t, t.state.reason, "NoCapacity")
 
 
-def give_up(t: Turn, why: str) -> None:
-    """There is no way left: cold start if the owner said so, park if there is a checkpoint, fail otherwise."""
+def give_up(t: Turn, why: str, error_kind: str = "", hint: str = "") -> None:
+    """There is no way left: cold start if the owner said so, park if there is a checkpoint, fail otherwise.
+
+    ``error_kind`` and ``hint`` tell whoever waits what kind of failure it was, and the way out.
+    """
     plan = _current(t)
     if plan.misfits and t.state.policy.cold_start and plan.checkpoint:
         t.set(base="")
         begin(t, BringUp(cause="failure", ordered=t.now, on=plan.on, trace=plan.trace), f"{why}; its owner allows that")
         return
-    t.set(bringup=None, broken={})
+    t.set(bringup=None, broken={}, error_kind=error_kind, hint=hint)
     if not plan.checkpoint:
         ending.begin(t, Ending(verdict="failed", step="killing", reason=why))
         return

@@ -131,6 +131,8 @@ class BringUp(msgspec.Struct, frozen=True, kw_only=True):
     exclude: tuple[str, ...] = ()  # nodes that have failed to bring up a pod
     waiting_since: float = 0.0  # since when there is no node to place a pod on
     trouble: str = ""  # the last failure
+    error_kind: str = ""  # its class in moorage.errors
+    hint: str = ""  # the way out of it
     misfits: bool = False  # all failures so far: the checkpoint does not fit the node
     trace: str = ""
 
@@ -206,6 +208,10 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     ending: Ending | None = None
     trouble: Trouble | None = None
     why_parked: str = ""
+    error_kind: str = (
+        ""  # the class in moorage.errors of what the last bring-up was given up for; empty when it was not
+    )
+    hint: str = ""  # the way out of that
     attempts: int = 0  # number of the newest
     past: tuple[AttemptState, ...] = ()
     latest: str = ""  # newest committed checkpoint

@@ -135,7 +135,7 @@ def exit_code(job: JobInfo) -> int:
     """The exit code that a finished job means. Raises `JobFailed` if it has none of its own."""
     if job.exit_code is not None:
         if job.phase == "failed":
-            remark(f"job {job.name or job.id} failed: {job.reason}")
+            remark(_failure(job))
         return job.exit_code
     if job.phase == "stopped":
         remark(f"job {job.name or job.id} was stopped")
@@ -147,4 +147,10 @@ def exit_code(job: JobInfo) -> int:
 
 def failed(job: JobInfo) -> MoorageError:
     """The error of a job that ended without an exit code."""
-    return JobFailed(f"job {job.name or job.id} failed: {job.reason}", f"moorage events {job.name or job.id}")
+    return JobFailed(_failure(job), job.hint or f"moorage events {job.name or job.id}")
+
+
+def _failure(job: JobInfo) -> str:
+    """A sentence that names the job: most reasons are one."""
+    name = job.name or job.id
+    return job.reason if name in job.reason else f"job {name} failed: {job.reason}"

@@ -43,6 +43,8 @@ class Job(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     OVER_FIELD_NUMBER: _builtins.int
     LAST_RESTORE_SECONDS_FIELD_NUMBER: _builtins.int
+    ERROR_KIND_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     phase: _builtins.str
     """pending, starting, running, checkpointing, parking, parked, restoring, finishing, finished, failed, stopping, stopped"""
@@ -64,6 +66,9 @@ class Job(_message.Message):
     """finished, failed or stopped"""
     last_restore_seconds: _builtins.float
     """from the order to the release of all pods"""
+    error_kind: _builtins.str
+    """Why the job could not be started or brought back: class of moorage.errors, and the way out. Empty when it could."""
+    hint: _builtins.str
     @_builtins.property
     def spec(self) -> _types_pb2.JobSpec: ...
     @_builtins.property
@@ -88,10 +93,12 @@ class Job(_message.Message):
         trace: _builtins.str = ...,
         over: _builtins.bool = ...,
         last_restore_seconds: _builtins.float = ...,
+        error_kind: _builtins.str = ...,
+        hint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "created", b"created", "ended", b"ended", "exit_code", b"exit_code", "has_exit_code", b"has_exit_code", "id", b"id", "incarnation", b"incarnation", "last_restore_seconds", b"last_restore_seconds", "latest_checkpoint", b"latest_checkpoint", "over", b"over", "phase", b"phase", "pods", b"pods", "reason", b"reason", "restarts", b"restarts", "spec", b"spec", "started", b"started", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "created", b"created", "ended", b"ended", "error_kind", b"error_kind", "exit_code", b"exit_code", "has_exit_code", b"has_exit_code", "hint", b"hint", "id", b"id", "incarnation", b"incarnation", "last_restore_seconds", b"last_restore_seconds", "latest_checkpoint", b"latest_checkpoint", "over", b"over", "phase", b"phase", "pods", b"pods", "reason", b"reason", "restarts", b"restarts", "spec", b"spec", "started", b"started", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,6 +403,7 @@ class Attempt(_message.Message):
     PODS_CAPTURED_FIELD_NUMBER: _builtins.int
     PODS_PERSISTED_FIELD_NUMBER: _builtins.int
     ERROR_KIND_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     attempt: _builtins.int
     phase: _builtins.str
@@ -414,6 +422,8 @@ class Attempt(_message.Message):
     pods_persisted: _builtins.int
     error_kind: _builtins.str
     """class of moorage.errors when aborted"""
+    hint: _builtins.str
+    """the way out, when aborted"""
     @_builtins.property
     def refusals(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.Refusal]: ...
     def __init__(
@@ -434,10 +444,11 @@ class Attempt(_message.Message):
         pods_captured: _builtins.int = ...,
         pods_persisted: _builtins.int = ...,
         error_kind: _builtins.str = ...,
+        hint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_new", b"bytes_new", "bytes_total", b"bytes_total", "checkpoint", b"checkpoint", "error_kind", b"error_kind", "job", b"job", "kind", b"kind", "pause_seconds", b"pause_seconds", "phase", b"phase", "pods", b"pods", "pods_captured", b"pods_captured", "pods_persisted", b"pods_persisted", "reason", b"reason", "refusals", b"refusals", "started", b"started"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_new", b"bytes_new", "bytes_total", b"bytes_total", "checkpoint", b"checkpoint", "error_kind", b"error_kind", "hint", b"hint", "job", b"job", "kind", b"kind", "pause_seconds", b"pause_seconds", "phase", b"phase", "pods", b"pods", "pods_captured", b"pods_captured", "pods_persisted", b"pods_persisted", "reason", b"reason", "refusals", b"refusals", "started", b"started"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
