@@ -26,6 +26,7 @@ async def start(pod: Pod) -> Timings:
     began = time.monotonic()
     try:
         user = pod_user.resolve(pod.spec)
+        pod_user.check_paths(pod.spec)
         if pod.spec.gpus_per_pod:
             raise UsageError("pods with GPUs are not supported yet", "leave --gpus-per-pod out")
         await all_ended(_root(pod, user), _network(pod, sealed=False))
@@ -34,8 +35,8 @@ async def start(pod: Pod) -> Timings:
         async with step("worker.start.guard"):
             await pod_guard.spawn(pod)
             pod.check_alive()
-            done = await pod.ask(lambda guard: guard.start())
-        pod.guard_state = done.status
+            done = await pod_guard.run_bundle(pod)
+        pod_guard.take_status(pod, done.status)
         timings.update(done.timings)
     except (MoorageError, OSError) as error:
         await pod_guard.undo(pod)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moorage.errors import UsageError
+from moorage.errors import EnvironmentLacking, UsageError
 from moorage.v1.types_pb2 import JobSpec
 from moorage.worker.pod_environment import DEFAULT_PATH
 
@@ -58,6 +58,18 @@ def _numbered(uid: int, gid: int | None) -> User:
 def _account(entry: pwd.struct_passwd) -> User:
     groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
     return User(entry.pw_uid, entry.pw_gid, groups, entry.pw_name, entry.pw_dir)
+
+
+def check_paths(spec: JobSpec) -> None:
+    """Raises `UsageError` for an image, `EnvironmentLacking` for a mount's source that is not on this node."""
+    if spec.image and not Path(spec.image).is_dir():
+        raise UsageError(f"image {spec.image} is no folder of this node", "name a root file system that every node has")
+    for mount in spec.mounts:
+        if not Path(mount.source).exists():
+            raise EnvironmentLacking(
+                f"{mount.source}, which is to be mounted, does not exist on this node",
+                "make it on the nodes, or name those that have it with --on",
+            )
 
 
 def command_paths(spec: JobSpec) -> list[str]:

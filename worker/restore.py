@@ -125,6 +125,7 @@ def _fetch_layers(pod: Pod, manifest: PodManifest) -> CaptureIndex | None:
 
 
 def _lay_root(pod: Pod) -> None:
+    pod_user.check_paths(pod.spec)
     pod.layers.mount()
     pod_start.write_names(pod)
     pod_start.write_bundle(pod, pod_user.resolve(pod.spec))
