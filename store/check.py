@@ -44,6 +44,8 @@ def check(
     store: Store, global_manifest: str, *, read_data: bool, progress: Callable[[int, int], None] | None
 ) -> CheckResult:
     """See `Store.check`."""
+    # Not the index in memory: that may know a chunk from an index object that is damaged or gone by now.
+    store = store.anew()
     store.index.refresh()
     problems = list(store.index.damaged.values())
     pods = 0

@@ -41,6 +41,7 @@ class Store:
     """One store, opened. Thread-safe and synchronous: call it through `asyncio.to_thread`."""
 
     def __init__(self, backend: Backend, settings: config.StoreConfig, key: StoreKey, leases: LeaseKeeper) -> None:
+        self._settings = settings
         self.location = backend.location
         self.nonce = settings.nonce
         self.backend = backend
@@ -65,6 +66,10 @@ class Store:
             config.create(backend)
         settings, key = config.load(backend)
         return cls(backend, settings, key, leases or FileLeases(backend))
+
+    def anew(self) -> Store:
+        """The same store with nothing of its index in memory."""
+        return Store(self.backend, self._settings, self.key, self.leases)
 
     def writer(self, *, label: str, threads: int | None = None, nice: int = 10) -> Writer:
         """Begin to write one pod's data; ``label`` names it in leases and errors.
@@ -213,7 +218,10 @@ class Store:
     def read_object(self, path: str, kind: int) -> bytes:
         """The verified payload of the object at ``path``."""
         where = f"{self.location}/{path}"
-        payload, digest = fmt.decode_object(self.backend.get(path), kind, where)
+        try:
+            payload, digest = fmt.decode_object(self.backend.get(path), kind, where)
+        except CorruptData as error:
+            raise CorruptData(error.message, error.hint or _HINTS.get(kind, "")) from error
         if digest != self.key.object_digest(kind, payload):
             raise CorruptData(f"{where} does not match its digest", _HINTS.get(kind, ""))
         return payload
