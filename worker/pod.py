@@ -52,6 +52,7 @@ class Pod:
         self.guard: GuardClient | None = None
         self.guard_state: GuardStatus | None = None
         self.guard_ready = asyncio.Event()
+        self.unfenced = asyncio.Event()  # as the guard said last
         self.over = asyncio.Event()  # no process of the pod is left
         self.dying = False
         self.lock = asyncio.Lock()

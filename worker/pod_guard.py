@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from moorage.errors import MoorageError, Unavailable
+from moorage.errors import Fenced, MoorageError, Unavailable
 from moorage.worker.guard.client import GuardClient
-from moorage.worker.guard.messages import GuardEvent, GuardStatus
+from moorage.worker.guard.messages import Done, GuardEvent, GuardStatus
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import Change
 
 _RESPAWN_SECONDS = (0.0, 0.2, 1.0, 3.0, 10.0)
 _REFRESH_SECONDS = 5.0
+_UNFENCE_SECONDS = 20.0
 
 
 async def spawn(pod: Pod) -> None:
@@ -100,9 +101,30 @@ async def _hear(pod: Pod, event: GuardEvent) -> None:
         pod.publish()
 
 
+async def run_bundle(pod: Pod) -> Done:
+    """Have the guard start the container.
+
+    On a slow machine the lease that the guard was spawned with may have run out before it was up; then it first asks
+    etcd whether the pod is still wanted, and that is waited for. Raises what the guard raises.
+    """
+    try:
+        return await pod.ask(lambda guard: guard.start())
+    except Fenced:
+        pod.log.info("the guard was slower than the lease")
+        take_status(pod, await pod.ask(lambda guard: guard.status()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(pod.unfenced.wait(), _UNFENCE_SECONDS)
+        pod.check_alive()
+        return await pod.ask(lambda guard: guard.start())
+
+
 def take_status(pod: Pod, status: GuardStatus) -> None:
     """Remember what the guard said last."""
     pod.guard_state = status
+    if status.fenced:
+        pod.unfenced.clear()
+    else:
+        pod.unfenced.set()
     if status.ranks:
         pod.record.ranks = list(status.ranks)
 
