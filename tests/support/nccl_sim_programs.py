@@ -1,0 +1,349 @@
+"""Random programs for the simulated job: with one global order of atomic operations, and such that break that order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+
+from moorage.nccl_quiesce.model import Creation, Lane
+from tests.support.nccl_sim import Op, Program, Step
+
+
+class Builder:
+    """Writes a program operation by operation: each one is put down at all its members before the next one begins.
+
+    So the order of writing is the order that the cut asks for. Messages between threads are posted before they are waited
+    for. Where a communicator passes from one thread of a rank to another, a message between the two keeps the order.
+    """
+
+    def __init__(self, rng: random.Random, ranks: int, threads: Sequence[int]) -> None:
+        self.rng = rng
+        self.program = Program(ranks)
+        self.threads = threads
+        for rank in range(ranks):
+            for thread in range(threads[rank]):
+                self.program.steps[rank, thread] = []
+        self.members: dict[str, tuple[int, ...]] = {}  #: the rank of each member
+        self.owner: dict[tuple[int, str], int] = {}
+        self.names = self.tag = self.flag = 0
+        self.slow = [1.0] * ranks
+        self.wandering = 0.1  #: how often a communicator changes its thread
+        self.captures: dict[int, int] = {}
+
+    # ---- steps
+
+    def add(self, rank: int, thread: int, *steps: Step) -> None:
+        self.program.steps[rank, thread].extend(steps)
+
+    def thread(self, rank: int, name: str, *, wander: bool = True) -> int:
+        """The thread that uses a communicator next."""
+        owner = self.owner.get((rank, name))
+        if owner is None:
+            owner = self.owner[rank, name] = self.rng.randrange(self.threads[rank])
+        elif wander and self.threads[rank] > 1 and self.rng.random() < self.wandering:
+            self.hand_over(rank, name, self.rng.randrange(self.threads[rank]))
+        return self.owner[rank, name]
+
+    def hand_over(self, rank: int, name: str, to: int) -> None:
+        owner = self.owner.get((rank, name), to)
+        if owner != to:
+            flag = self.fresh()
+            self.add(rank, owner, ("post", flag))
+            self.add(rank, to, ("wait", flag, rank))
+        self.owner[rank, name] = to
+
+    def fresh(self) -> int:
+        self.flag += 1
+        return self.flag
+
+    def call(self, rank: int, thread: int, lanes: Iterable[tuple[Lane, int]], *, graph: bool = False) -> None:
+        """One call with these (lane, tag) parts. Streams belong to threads, so each has the program's order."""
+        ops = []
+        for lane, tag in lanes:
+            ops.append(Op(lane, tag, 2 * thread + (hash_of(lane.communicator) & 1)))
+            self.program.expected[lane].append(tag)
+        self.add(rank, thread, ("call", tuple(ops), graph))
+
+    # ---- operations
+
+    def create(self, ranks: Sequence[int], *, parent: str = "", known: bool = False) -> str:
+        """Make a communicator; ``ranks`` in the order of members, a rank may be there twice."""
+        self.names += 1
+        name = f"c{self.names}"
+        self.members[name] = tuple(ranks)
+        for rank in dict.fromkeys(ranks):
+            thread = self.thread(rank, parent) if parent else self.thread(rank, name)
+            self.owner[rank, name] = thread
+            told = tuple(ranks) if known else ()
+            mine = [Creation(name, member, len(ranks), told) for member, at in enumerate(ranks) if at == rank]
+            self.add(rank, thread, ("create", tuple(mine)))
+        return name
+
+    def collective(self, name: str, times: int = 1) -> None:
+        """The same collectives at all members, at some as a graph, at others one by one."""
+        tags = range(self.tag + 1, self.tag + times + 1)
+        self.tag += times
+        for rank, members in self.places(name):
+            thread = self.thread(rank, name)
+            parts = [[(Lane(name, member, "collective"), tag) for member in members] for tag in tags]
+            if times > 1 and self.rng.random() < 0.5:
+                self.call(rank, thread, [part for group in parts for part in group], graph=len(members) == 1)
+            else:
+                for group in parts:
+                    self.call(rank, thread, group)
+
+    def places(self, name: str) -> list[tuple[int, list[int]]]:
+        found: dict[int, list[int]] = {}
+        for member, rank in enumerate(self.members[name]):
+            found.setdefault(rank, []).append(member)
+        places = list(found.items())
+        self.rng.shuffle(places)
+        return places
+
+    def both(self, first: str, second: str) -> None:
+        """Two collectives in one group where a rank is in both communicators."""
+        self.tag += 1
+        tag = self.tag
+        others = dict(self.places(second))
+        for rank, members in self.places(first):
+            thread = self.thread(rank, first)
+            parts = [(Lane(first, member, "collective"), tag) for member in members]
+            if rank in others:
+                self.hand_over(rank, second, thread)
+                parts += [(Lane(second, member, "collective"), tag) for member in others.pop(rank)]
+            self.call(rank, thread, parts)
+        for rank, members in others.items():
+            self.call(rank, self.thread(rank, second), [(Lane(second, member, "collective"), tag) for member in members])
+
+    def exchange(self, name: str, pairs: Iterable[tuple[int, int]], *, times: int = 1) -> None:
+        """Sends and receives between members; each rank has all its parts in one group, or some one by one."""
+        parts: dict[int, list[tuple[Lane, int]]] = {}
+        ranks = self.members[name]
+        for source, target in pairs:
+            if ranks[source] == ranks[target]:
+                continue
+            for _ in range(times):
+                self.tag += 1
+                parts.setdefault(ranks[source], []).append((Lane(name, source, "send", target), self.tag))
+                parts.setdefault(ranks[target], []).append((Lane(name, target, "receive", source), self.tag))
+        for rank, mine in parts.items():
+            thread = self.thread(rank, name)
+            # One after the other is an order only if it cannot close a ring: one partner, one direction.
+            if len({(lane.kind, lane.peer) for lane, _ in mine}) == 1 and self.rng.random() < 0.5:
+                for part in mine:
+                    self.call(rank, thread, [part])
+            else:
+                self.call(rank, thread, mine)
+
+    def message(self, source: int, target: int) -> tuple[int, int, Step]:
+        """Post now; returns where to put the wait, and the wait."""
+        flag = self.fresh()
+        self.add(source, self.rng.randrange(self.threads[source]), ("post", flag))
+        return target, self.rng.randrange(self.threads[target]), ("wait", flag, source)
+
+    def barrier(self, ranks: Sequence[int]) -> None:
+        number = self.fresh()
+        for rank in ranks:
+            self.add(rank, self.rng.randrange(self.threads[rank]), ("barrier", number, frozenset(ranks)))
+
+    def destroy(self, name: str) -> None:
+        for rank, members in self.places(name):
+            thread = self.thread(rank, name, wander=False)
+            for stream in range(2 * self.threads[rank]):
+                self.add(rank, thread, ("sync", stream))
+            for member in members:
+                self.add(rank, thread, ("destroy", name, member))
+        del self.members[name]
+
+    def compute(self, rank: int, mean: float) -> None:
+        seconds = self.rng.expovariate(1 / mean) * self.slow[rank]
+        self.add(rank, self.rng.randrange(self.threads[rank]), ("compute", seconds))
+
+
+def hash_of(name: str) -> int:
+    """Same in every process, unlike hash()."""
+    return sum(map(ord, name))
+
+
+def ordered(seed: int, *, size: float = 1.0) -> Program:
+    """A random program that has the order. ``size`` scales its length."""
+    rng = random.Random(seed)
+    ranks = min(rng.randint(2, 16), rng.randint(2, 16))
+    threaded = rng.random() < 0.5
+    threads = [rng.choice((1, 1, 2, 3)) if threaded else 1 for _ in range(ranks)]
+    build = Builder(rng, ranks, threads)
+    program = build.program
+    program.depth = rng.choice((1, 2, 4, 16, 1024))
+    program.hints = rng.choice(("none", "true", "false"))
+    program.loss = rng.choice((0.0, 0.0, 0.0, 0.05))
+    program.latency = rng.choice((0.00005, 0.0002, 0.001))
+    build.wandering = rng.choice((0.0, 0.05, 0.3))
+    mean = rng.choice((2e-5, 1e-4, 1e-3))
+    if rng.random() < 0.5:
+        build.slow = [rng.choice((1.0, 1.0, 5.0, 50.0)) for _ in range(ranks)]
+    for _ in range(rng.randint(1, 3)):
+        _new(build)
+    waits: list[tuple[int, int, Step]] = []
+    weights = [40, 12, 12, 6, 14, 3, 3, 5, 4, 1, 20, 3]
+    kinds = ["collective", "pair", "exchange", "both", "message", "barrier", "sync", "stream", "create", "destroy"]
+    kinds += ["compute", "capture"]
+    lagging = rng.random() < 0.4
+    for _ in range(int(rng.randint(10, 60) * size)):
+        kind = rng.choices(kinds, weights)[0]
+        names = list(build.members)
+        name = rng.choice(names)
+        rank = rng.randrange(ranks)
+        if kind == "collective":
+            build.collective(name, rng.choice((1, 1, 1, 2, 3)))
+        elif kind == "pair":
+            _exchange(build, name, 1)
+        elif kind == "exchange":
+            _exchange(build, name, rng.randint(2, 6))
+        elif kind == "both":
+            other = rng.choice(names)
+            if other != name:
+                build.both(name, other)
+        elif kind == "message":
+            waits.append(build.message(rank, rng.randrange(ranks)))
+        elif kind == "barrier":
+            build.barrier(rng.sample(range(ranks), rng.randint(2, ranks)))
+        elif kind == "sync":
+            thread = rng.randrange(threads[rank])
+            build.add(rank, thread, ("sync", 2 * thread + rng.randrange(2)))
+        elif kind == "stream":
+            target, thread, (_, flag, _) = build.message(rank, rng.randrange(ranks))
+            build.add(target, thread, ("stream waits", 2 * thread + rng.randrange(2), flag))
+        elif kind == "create":
+            if rng.random() < 0.5:
+                _new(build)
+            else:
+                _derived(build, name)
+        elif kind == "destroy":
+            if len(names) > 1:
+                build.destroy(name)
+        elif kind == "capture":
+            for captured in {rank, rng.randrange(ranks)} & set(build.members[name]):
+                member = build.members[name].index(captured)
+                op = Op(Lane(name, member, "collective"), 0, 0)
+                build.add(captured, build.thread(captured, name), ("capture", (op,) * rng.randint(1, 3)))
+        else:
+            build.compute(rank, mean * (100 if rng.random() < 0.05 else 1))
+        rng.shuffle(waits)
+        while waits and rng.random() < (0.1 if lagging else 0.5):
+            target, thread, step = waits.pop()
+            build.add(target, thread, step)
+    for target, thread, step in waits:
+        build.add(target, thread, step)
+    program.meeting_destroys = rng.random() < 0.3
+    return program
+
+
+def _new(build: Builder) -> None:
+    rng, ranks = build.rng, build.program.ranks
+    if rng.random() < 0.4:
+        chosen = list(range(ranks))
+    else:
+        chosen = rng.sample(range(ranks), rng.randint(2, ranks))
+        if rng.random() < 0.1:
+            chosen.append(rng.choice(chosen))
+    build.create(chosen)
+
+
+def _derived(build: Builder, parent: str) -> None:
+    """Split (every member in some part), shrink (some leave) or grow (some come)."""
+    rng = build.rng
+    members = list(dict.fromkeys(build.members[parent]))
+    kind = rng.choice(("split", "shrink", "grow"))
+    if kind == "split":
+        rng.shuffle(members)
+        middle = rng.randint(1, len(members))
+        for part in (members[:middle], members[middle:]):
+            if part:
+                build.create(part, parent=parent, known=True)
+    elif kind == "shrink" and len(members) > 1:
+        build.create(rng.sample(members, rng.randint(1, len(members) - 1)), parent=parent, known=True)
+    else:
+        strangers = [rank for rank in range(build.program.ranks) if rank not in members]
+        for rank in strangers:
+            build.thread(rank, parent)
+        build.create(members + strangers[: rng.randint(0, len(strangers))], parent=parent, known=rng.random() < 0.5)
+
+
+def _exchange(build: Builder, name: str, number: int) -> None:
+    rng, size = build.rng, len(build.members[name])
+    if size < 2:
+        return
+    if number > 1 and rng.random() < 0.3:  # a ring
+        build.exchange(name, [(member, (member + 1) % size) for member in range(size)])
+        return
+    pairs = [tuple(rng.sample(range(size), 2)) for _ in range(number)]
+    build.exchange(name, [(a, b) for a, b in pairs], times=rng.choice((1, 1, 2)))
+
+
+def disordered(seed: int, *, length: int = 4000) -> Program:
+    """A program without the order: from its second operation to its last but one, some rank is always ahead.
+
+    Some random operations of other ranks and threads run beside it. The first thread of ranks 0 and 1 does nothing else.
+    """
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 8)
+    build = Builder(rng, ranks, [2] * ranks)
+    program = build.program
+    program.depth = rng.choice((4, 1024))
+    program.hints = rng.choice(("none", "true", "false"))
+    build.wandering = 0.0
+    name = build.create(range(ranks))
+    for rank in range(ranks):
+        build.hand_over(rank, name, 1)
+    pair = build.create((0, 1))
+    other = build.create((0, 1))
+    for rank in (0, 1):
+        for one in (pair, other):
+            build.hand_over(rank, one, 0)
+    STYLES[rng.randrange(len(STYLES))](build, pair, other, length)
+    for _ in range(rng.randint(0, 30)):
+        build.collective(name)
+        build.compute(rng.randrange(ranks), 1e-4)
+    return program
+
+
+def _mine(build: Builder, rank: int, lane: Lane, tag: int) -> None:
+    """On a stream of its own for each communicator, so the fake's streams cannot wait for each other."""
+    build.program.expected[lane].append(tag)
+    stream = 10 + hash_of(lane.communicator) % 7
+    build.add(rank, 0, ("call", (Op(lane, tag, stream),), False), ("compute", build.rng.random() * 1e-4))
+
+
+def staggered_by_messages(build: Builder, pair: str, other: str, length: int) -> None:
+    """Rank 0 issues its operation number i + 1 before it says that rank 1 may issue number i."""
+    for index in range(length):
+        _mine(build, 0, Lane(pair, 0, "collective"), index + 1)
+        build.add(0, 0, ("post", 100000 + index))
+    build.add(0, 0, ("post", 100000 + length))
+    for index in range(length):
+        build.add(1, 0, ("wait", 100001 + index, 0))
+        _mine(build, 1, Lane(pair, 1, "collective"), index + 1)
+
+
+def crossed(build: Builder, pair: str, other: str, length: int) -> None:
+    """Rank 0 is always one operation ahead on one communicator, rank 1 on the other."""
+    for rank, first, second in ((0, pair, other), (1, other, pair)):
+        _mine(build, rank, Lane(first, rank, "collective"), 1)
+        for index in range(1, length):
+            _mine(build, rank, Lane(first, rank, "collective"), index + 1)
+            _mine(build, rank, Lane(second, rank, "collective"), index)
+        _mine(build, rank, Lane(second, rank, "collective"), length)
+
+
+def staggered_sends(build: Builder, pair: str, other: str, length: int) -> None:
+    """As the first, with sends and receives."""
+    for index in range(length):
+        _mine(build, 0, Lane(pair, 0, "send", 1), index + 1)
+        build.add(0, 0, ("post", 100000 + index))
+    build.add(0, 0, ("post", 100000 + length))
+    for index in range(length):
+        build.add(1, 0, ("wait", 100001 + index, 0))
+        _mine(build, 1, Lane(pair, 1, "receive", 0), index + 1)
+
+
+STYLES = (staggered_by_messages, crossed, staggered_sends)
