@@ -93,9 +93,11 @@ async def _prepare(leader: Leader, job: Job, order: Prepare) -> ev.Event:
     start = await leader.read_start(job.id, order.attempt)
     replies = await _on_all(leader, job, order, "prepare", start.store_generation)
     findings: list[Finding] = []
+    kinds: set[str] = set()
     first = -1
     for pod, reply in enumerate(replies):
         findings += [Finding(r.what, r.why, r.cure) for r in reply.refusals]
+        kinds |= {r.kind or "Refused" for r in reply.refusals}
         if reply.refusals and first < 0:
             first = pod
     if findings:
@@ -106,7 +108,7 @@ async def _prepare(leader: Leader, job: Job, order: Prepare) -> ev.Event:
             of=order,
             message=f"{found.what}: {found.why}{more}",
             hint=found.cure,
-            error_kind="Refused",
+            error_kind=kinds.pop() if len(kinds) == 1 else "Refused",
             pod=first,
             node=job.state.seats[first].node,
             refusals=tuple(findings),

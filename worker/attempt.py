@@ -59,7 +59,7 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
             _enter(pod, order)
     return worker_pb2.PrepareReply(
         status=pod.status(),
-        refusals=[worker_pb2.Refusal(what=o.what, why=o.why, cure=o.cure) for o in found.objections],
+        refusals=[worker_pb2.Refusal(what=o.what, why=o.why, cure=o.cure, kind=o.kind) for o in found.objections],
         bytes_needed=found.bytes_needed,
         bytes_free=found.bytes_free,
     )

@@ -13,11 +13,12 @@ from typing import Final, NamedTuple
 
 
 class Objection(NamedTuple):
-    """One thing that cannot be saved: process and descriptor, the reason, the way out."""
+    """One thing that cannot be saved: process and descriptor, the reason, the way out. ``kind``: class in errors.py."""
 
     what: str
     why: str
     cure: str
+    kind: str = "Refused"
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ def space(needed: int, free: int, where: str) -> list[Objection]:
             where,
             f"the checkpoint needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free",
             "free space there, or `moorage prune`",
+            "NoCapacity",
         )
     ]
 

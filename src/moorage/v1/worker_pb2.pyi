@@ -306,20 +306,24 @@ class Refusal(_message.Message):
     WHAT_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     CURE_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
     what: _builtins.str
     """process, descriptor or API"""
     why: _builtins.str
     cure: _builtins.str
+    kind: _builtins.str
+    """class of moorage.errors; empty: Refused"""
     def __init__(
         self,
         *,
         what: _builtins.str = ...,
         why: _builtins.str = ...,
         cure: _builtins.str = ...,
+        kind: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cure", b"cure", "what", b"what", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cure", b"cure", "kind", b"kind", "what", b"what", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
