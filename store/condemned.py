@@ -71,18 +71,24 @@ def records(store: Store) -> list[RecordView]:
 
 
 def delete(store: Store, ready: list[RecordView], fence: Callable[[], None]) -> None:
-    """Delete what the records ``ready`` name, out of the index first; then the records.
+    """Delete what the records ``ready`` name, then the records.
 
+    The order is that of reading: global manifests, pod manifests, index entries, packs; so what is there is whole.
     ``fence`` raises `Fenced` when another prune has overtaken this one.
     """
     gone = frozenset(path for record in ready for path in record.objects)
-    _rewrite_indexes(store, frozenset(path.removeprefix("packs/") for path in gone), fence)
+    packs = frozenset(path.removeprefix("packs/") for path in gone if path.startswith("packs/"))
+    if ready:
+        fence()
+        failpoints.hit_sync("store.prune.delete.before")
+        for path in sorted(path for path in gone if not path.startswith("packs/")):
+            store.backend.delete(path)
+    _rewrite_indexes(store, packs, fence)
     if not ready:
         return
     fence()
-    failpoints.hit_sync("store.prune.delete.before")
-    for path in sorted(gone):  # global manifests come before pod manifests: none is ever seen without its pods
-        store.backend.delete(path)
+    for pack in sorted(packs):
+        store.backend.delete(f"packs/{pack}")
     failpoints.hit_sync("store.prune.delete.after")
     failpoints.hit_sync("store.prune.record.before")
     for record in ready:

@@ -129,8 +129,8 @@ class PosixBackend:
         path = self.root / name
         temporary = self.root / "tmp" / secrets.token_hex(16)
         with translated(str(path)):
-            if "/" in name.partition("/")[2]:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in reversed(Path(name).parents[:-2]):  # below the store's own folders
+                (self.root / folder).mkdir(mode=0o700, exist_ok=True)
             try:
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 try:

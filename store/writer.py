@@ -106,6 +106,10 @@ class Writer:
     def lease_id(self) -> str:
         return self._lease.info.id
 
+    def lease_valid(self) -> bool:
+        """False: prune may not know of this writer any more, and `finish` will fail."""
+        return self._lease.valid()
+
     @property
     def by_kind(self) -> dict[str, KindStats]:
         """Totals for each ``kind`` that was passed to `add_file` and `add_bytes`."""
@@ -125,6 +129,7 @@ class Writer:
 
     def add_descriptor(self, fd: int, *, kind: str = "image") -> Content:
         """As `add_file`, for an open regular file; its offset does not matter and may move."""
+        self._check_open()
         with translated("the file to store"):
             status = os.fstat(fd)
             size = status.st_size
