@@ -27,6 +27,8 @@ from moorage.worker.pod_steps import Timings, all_ended, timed
 
 #: How long a frozen pod waits for the acknowledgement of what it sent, in seconds.
 _DRAIN_SECONDS = 0.2
+#: The vote `persisted` is in etcd before this worker has cleared up behind it: a new attempt waits so long for that.
+_PERSIST_SECONDS = 2.0
 _RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 
 
@@ -49,7 +51,7 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
     if pod.record.attempt == order.attempt:
         return worker_pb2.PrepareReply(status=pod.status())
     _done(pod, "prepare", order)
-    if pod.persisting is not None and not pod.persisting.done():
+    if not await persist.ended(pod, _PERSIST_SECONDS):
         raise Conflict(
             f"{pod.label} still brings attempt {pod.record.last_attempt} into the store", "try again when it is done"
         )

@@ -53,6 +53,13 @@ async def cancel(pod: Pod) -> None:
         pod.persisting = None
 
 
+async def ended(pod: Pod, seconds: float) -> bool:
+    """Whether nothing is being brought into the store, after waiting at most ``seconds``."""
+    if pod.persisting is not None and not pod.persisting.done():
+        await asyncio.wait({pod.persisting}, timeout=seconds)
+    return pod.persisting is None or pod.persisting.done()
+
+
 async def _persist(pod: Pod) -> None:
     staged = pod.record.staged
     if staged is None:

@@ -300,8 +300,9 @@ def test_a_worker_that_wakes_after_its_job_was_moved_kills_the_old_pod_and_start
             assert not rig.cgroup("moved").processes()
             await orders.kill("moved", any_incarnation=True)
 
+    others = set(rig.guards())
     asyncio.run(main())
-    assert not rig.guards()
+    assert set(rig.guards()) <= others
 
 
 def test_a_worker_that_is_stopped_leaves_its_pods_running(rig: WorkerRig) -> None:
