@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from moorage.coordinator.machine import JobPolicy, new_job
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.persist import Persistence
-from moorage.errors import Conflict, NotFound, UsageError
+from moorage.errors import Conflict, NotFound, Refused, UsageError
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2
 from moorage.v1.types_pb2 import JobSpec
@@ -65,6 +65,11 @@ def complete(spec: JobSpec, owner: str, job: str) -> JobSpec:
         raise UsageError(f"{full.pods} pods of {full.ranks_per_pod} ranks are too many")
     if full.working_directory and not full.working_directory.startswith("/"):
         raise UsageError(f"the working directory {full.working_directory!r} is not absolute")
+    if full.gpus_per_pod:
+        # Better no job than one whose checkpoints would lack the memory of its GPUs.
+        raise Refused(
+            f"{full.gpus_per_pod} GPUs a pod: this release cannot save what a GPU holds", "leave out --gpus-per-pod"
+        )
     for mount in full.mounts:
         if not (mount.source.startswith("/") and mount.destination.startswith("/")):
             raise UsageError(f"mount {mount.source}:{mount.destination} is not absolute", "give --mount /SRC:/DST[:ro]")

@@ -15,7 +15,7 @@ from moorage.coordinator.machine import JobPolicy, JobState
 from moorage.coordinator.machine.state import checkpoint_id, job_of
 from moorage.coordinator.submit import complete, new_id, policy_of
 from moorage.coordinator.telemetry import Telemetry
-from moorage.errors import CorruptData, UsageError
+from moorage.errors import CorruptData, Refused, UsageError
 from moorage.v1 import types_pb2
 from moorage.v1.types_pb2 import JobSpec, PodStatus, RankStatus
 
@@ -173,3 +173,8 @@ def test_kinds_are_told_in_a_users_words() -> None:
     assert kind_of("images", "core-1.img") == "process state"
     assert kind_of("layer", "tree") == "files"
     assert kind_of("journal", "journal") == "logs"
+
+
+def test_a_job_with_gpus_is_refused_before_anything_is_made() -> None:
+    with pytest.raises(Refused, match="2 GPUs a pod"):
+        complete(JobSpec(command=["true"], gpus_per_pod=2), "user:me", "j1")
