@@ -87,17 +87,6 @@ class Counting:
         before = self.at()
         until(lambda: self.at() != before, self.job.status)
 
-    def until_it_stands(self) -> None:
-        """Wait until the number stays the same."""
-        seen = [self.at(), time.monotonic()]
-
-        def stands() -> bool:
-            if (now := self.at()) != seen[0]:
-                seen[:] = [now, time.monotonic()]
-            return time.monotonic() - seen[1] > 1.5
-
-        until(stands, lambda: "it counts on")
-
 
 def until(done: Callable[[], bool], state: Callable[[], object]) -> None:
     deadline = time.monotonic() + SECONDS
@@ -235,7 +224,7 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_still_works(
                 counting.until_it_moves()
         finally:
             shutil.copy2(sound, new[kind])
-    assert {checkpoint.id for checkpoint in client.checkpoints(job.id)} == {older.id, newest.id}
+    assert {checkpoint.id for checkpoint in client.checkpoints(job.id)} >= {older.id, newest.id}
     assert job.restore(newest, on=[second]).phase == "running"
     counting.until_it_moves()
     job.stop(grace=0)
@@ -280,13 +269,24 @@ def test_without_space_for_a_checkpoint_the_job_runs_on_and_the_next_one_works(
 # What does not answer
 
 
-def test_without_etcd_a_clear_error_and_jobs_that_live_on(cluster: DevCluster, shell: Shell, tmp_path: Path) -> None:
+def test_without_etcd_a_clear_error_and_jobs_that_live_on(cluster: DevCluster, shell: Shell) -> None:
     job = PingPong(cluster, pods=2, steps=1_000_000)
     job.until_step(10)
     cluster.stop("etcd")
     try:
-        said = shell.refused(Unavailable, "run", "-d", "--", "true")
-        assert "etcd" in said or "lead" in said or "answer" in said, said
+        # Until its lease is over the coordinator answers what it knows; the pods are frozen by then too.
+        refusals: list[Unavailable] = []
+        with Client(config=cluster.config, patience=1) as impatient:
+
+            def refused() -> bool:
+                try:
+                    impatient.jobs()
+                except Unavailable as error:
+                    refusals.append(error)
+                return bool(refusals)
+
+            until(refused, lambda: "it answers")
+        assert cluster.config.coordinator in refusals[0].message and refusals[0].hint
     finally:
         cluster.start("etcd")
     job.until_it_moves()

@@ -43,7 +43,9 @@ class Shell:
 
     def json(self, *arguments: str, code: int = 0) -> Any:
         """What a program reads of it."""
-        return json.loads(self(*arguments, "--output", "json", code=code).stdout)
+        at = arguments.index("--") if "--" in arguments else len(arguments)
+        line = (*arguments[:at], "--output", "json", *arguments[at:])
+        return json.loads(self(*line, code=code).stdout)
 
     def lines(self, *arguments: str) -> list[Any]:
         """What a program reads where each line is an object."""
