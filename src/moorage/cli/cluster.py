@@ -46,7 +46,8 @@ def doctor(
     output: Output = None,
 ) -> None:
     """What this machine or a node can and cannot do, and the way out; exit code 206 if something is missing."""
-    form = output_format(output)
+    # This machine is looked at whatever state the configured files are in: a fresh one has none.
+    form = output_format(output) if node else local_output_format(output)
     if node:
         with client() as api:
             findings = [(f.name, f.state, f.detail, f.cure) for f in api.describe_node(node)]
