@@ -40,6 +40,7 @@ class DevCluster:
         use_rto_max: bool = True,
         environment: Mapping[str, str] | None = None,
         ready_seconds: float = 60.0,
+        client_patience: float = 30.0,
     ) -> None:
         self.name = f"test-{os.getpid()}-{next(_numbers)}"
         # Not pytest's folder: it may lie on a file system that cannot carry an overlay's upper layer.
@@ -50,6 +51,7 @@ class DevCluster:
         self._lease_seconds = lease_seconds
         self._use_rto_max = use_rto_max
         self._ready_seconds = ready_seconds
+        self._client_patience = client_patience
         self._environment = {"MOORAGE_FAILPOINTS_DIR": str(self.failpoints), **(environment or {})}
         self._clients = contextlib.ExitStack()
 
@@ -117,7 +119,7 @@ class DevCluster:
 
     def client(self) -> Client:
         """A client; closed when the cluster goes."""
-        return self._clients.enter_context(Client(config=self.config))
+        return self._clients.enter_context(Client(config=self.config, patience=self._client_patience))
 
     def node_folder(self, node: str) -> Path:
         """The state folder of a node's worker."""

@@ -203,7 +203,7 @@ RETURNS = [
     ),
     *_cases("store.pack", brief.forget_and_prune),
     Case(("coordinator.take-up.before", "barrier.election.elected"), live.restart_coordinator),
-    *_cases("barrier.session.grant barrier.election.enter barrier.session.renew", live.restart_coordinator, together=3),
+    *_cases("barrier.session.grant barrier.election.enter", live.restart_coordinator, together=2),
     *_cases("barrier.session.revoke barrier.election.resign", live.end_coordinator, together=2),
 ]
 
@@ -241,7 +241,6 @@ WORKERS = [
     *_cases("store.pack store.index", live.checkpoint, NODE),
     *_cases("barrier.abort", brief.late_outcome, ANY),
     *_cases("barrier.session.grant worker.register.put", live.restart_worker, NODE),
-    *_cases("barrier.session.renew", live.wait, NODE),
     *_cases("barrier.session.revoke", live.end_idle_worker, IDLE),
 ]
 
@@ -273,7 +272,7 @@ WORKERS_RESTORE = [
         restored=True,
         together=2,
     ),
-    *_cases("worker.start.layers worker.start.network worker.start.guard", brief.start, ANY, together=2),
+    *_cases("worker.start.layers worker.start.network worker.start.guard", brief.start, ANY),
     *_cases(
         "worker.finish.logs worker.finish.results worker.finish.remove layers.writeback", brief.finish, ANY, together=2
     ),
@@ -289,8 +288,10 @@ GUARDS = [
     *_cases("guard.kill guard.ended", brief.stop, ANY),
 ]
 
-#: Here nodes fall silent, so the leases are short.
+#: Here nodes fall silent or leases are renewed, so these are short.
 SILENCE = [
+    *_cases("barrier.session.renew", live.wait, NODE),
+    *_cases("barrier.session.renew", live.wait, COORDINATOR),
     *_cases("guard.fence guard.lift", live.blackout, ANY),
     *_cases("job.bringup.fencing-placing", live.lose_node_while_fencing, restored=True),
     *_cases("job.ending.closing-fencing", brief.lose_node_at_the_end),
@@ -304,7 +305,8 @@ LANES: dict[str, list[Case]] = {
     "returns": RETURNS,
     "workers": WORKERS,
     "restores": WORKERS_RESTORE,
-    "guards": [*GUARDS, *SILENCE],
+    "guards": GUARDS,
+    "silence": SILENCE,
 }
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import traceback
 from collections.abc import Sequence
 
+from moorage.errors import MoorageError
 from tests.support.cluster import DevCluster
 from tests.support.faults import IDLE, NODE, SILENCE, Case
-from tests.support.scenario import Stage
+from tests.support.scenario import PATIENCE, Stage
 
 #: A process that dies is started again within its lease, however busy the machine is. Where leases are to run out,
 #: scenarios wait for that, so there it is short.
-LEASE_SECONDS = 20
-SHORT_LEASE_SECONDS = 5
+LEASE_SECONDS = 60
+SHORT_LEASE_SECONDS = 8
 _MOST_FAILURES = 3
 
 
@@ -46,7 +48,8 @@ def run_lane(name: str, cases: Sequence[Case]) -> list[str]:
     failures: list[str] = []
     began = time.monotonic()
     short = any(case in SILENCE for case in cases)
-    with DevCluster(nodes=3, lease_seconds=SHORT_LEASE_SECONDS if short else LEASE_SECONDS) as cluster:
+    lease = SHORT_LEASE_SECONDS if short else LEASE_SECONDS
+    with DevCluster(nodes=3, lease_seconds=lease, client_patience=PATIENCE) as cluster:
         stage = Stage(cluster)
         for case in cases:
             start = time.monotonic()
@@ -56,8 +59,9 @@ def run_lane(name: str, cases: Sequence[Case]) -> list[str]:
                 failures.append(f"{name}: {case.label}\n{traceback.format_exc()}\n" + "\n".join(_told(stage)))
                 if len(failures) >= _MOST_FAILURES:
                     return [*failures, f"{name}: given up"]
-                stage.cluster.disarm()
                 stage.until_served()
+                with contextlib.suppress(MoorageError):
+                    stage.job.job.stop(grace=0)
                 stage.begin()
             if os.environ.get("MOORAGE_TEST_TIMES"):
                 took, at = time.monotonic() - start, time.monotonic() - began
