@@ -71,7 +71,7 @@ class Store:
         """The same store with nothing of its index in memory."""
         return Store(self.backend, self._settings, self.key, self.leases)
 
-    def writer(self, *, label: str, threads: int | None = None, nice: int = 10) -> Writer:
+    def writer(self, *, label: str, threads: int | None = None, nice: int = 5) -> Writer:
         """Begin to write one pod's data; ``label`` names it in leases and errors.
 
         At most ``threads`` threads (default: one for each two cores, at most 2) work at nice value ``nice``, since the
