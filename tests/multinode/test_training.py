@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.root, pytest.mark.torch]
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "node_loss"
 TRAIN = EXAMPLE / "train.py"
 RANKS = 2
-EPOCHS = 20
+EPOCHS = 14
 SECONDS = 240.0
 
 

@@ -403,6 +403,16 @@ def test_a_damaged_index_costs_only_what_it_named(store: Store, image: Path, tmp
     assert "nothing was deleted" in caught.value.hint
 
 
+@pytest.mark.parametrize("damage", [lambda path: alter(path, 300), Path.unlink], ids=["altered", "deleted"])
+def test_a_check_sees_what_happened_to_an_index_since_it_was_read(
+    store: Store, image: Path, damage: Callable[[Path], None]
+) -> None:
+    name = checkpoint(store, [image])
+    assert store.check(name, read_data=True).ok
+    damage(next(Path(store.location, "index").iterdir()))
+    assert not store.check(name, read_data=False).ok
+
+
 def test_a_manifest_without_its_pods_cannot_be_written(store: Store) -> None:
     with pytest.raises(NotFound, match="pod manifest"):
         store.write_global_manifest(

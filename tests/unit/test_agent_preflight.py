@@ -66,6 +66,7 @@ def test_space_that_does_not_suffice_is_told_in_numbers() -> None:
     assert objection.what == "/staging"
     assert "30 MiB" in objection.why
     assert "10 MiB" in objection.why
+    assert objection.kind == "NoCapacity"
 
 
 def test_each_exec_session_is_named() -> None:

@@ -258,7 +258,18 @@ def test_a_restore_that_fails_on_a_node_avoids_it_and_in_the_end_parks() -> None
 
 def test_a_damaged_checkpoint_is_not_tried_on_other_nodes() -> None:
     job = Player().run().save().lose("a").place("b", "c").done(ins.Fence).fail(ins.Load, "CorruptData", node="c")
-    assert job.state.phase == "parking"
+    assert (job.state.phase, job.state.error_kind) == ("parking", "CorruptData")
+
+
+def test_whoever_waits_for_a_restore_learns_the_class_of_what_stopped_it_and_the_next_one_forgets_it() -> None:
+    job = Player().run().save().lose("a").place("b", "c").done(ins.Fence).fail(ins.Load, "Incompatible", node="c")
+    assert job.state.error_kind == ""
+    job.do(ev.Unplaceable(time=5.0, of=job.order(ins.Place), reason="no node is left"))
+    assert job.state.error_kind == "Incompatible"
+    job.done(ins.Fence).do(ev.RestoreAsked(time=6.0))
+    assert job.state.error_kind == ""
+    job.do(ev.Unplaceable(time=7.0, of=job.order(ins.Place), reason="no node is live"))
+    assert job.state.error_kind == "NoCapacity"
 
 
 def test_a_checkpoint_that_fits_no_node_is_given_up_only_if_its_owner_said_so() -> None:
