@@ -28,7 +28,7 @@ from moorage.worker.pod_steps import Timings, all_ended, timed
 #: How long a frozen pod waits for the acknowledgement of what it sent, in seconds.
 _DRAIN_SECONDS = 0.2
 #: The vote `persisted` is in etcd before this worker has cleared up behind it: a new attempt waits so long for that.
-_PERSIST_SECONDS = 2.0
+_PERSIST_SECONDS = 20.0
 _RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 
 
@@ -196,9 +196,10 @@ async def _carry_out(pod: Pod, outcome: Outcome) -> None:
             await pod.order("outcome", outcome.attempt, lambda: conclude(pod, outcome))
         except Fenced as error:
             pod.log.warning("outcome not carried out", reason=str(error))
-        except (MoorageError, OSError) as error:
+        except Exception as error:  # whatever it is: the pod must not stand still because of it
             if not pod.dying and not pod.gone:
-                pod.log.warning("outcome not carried out yet", reason=str(error))
+                unexpected = not isinstance(error, MoorageError | OSError)
+                pod.log.warning("outcome not carried out yet", reason=str(error), exc_info=unexpected)
                 await asyncio.sleep(_RETRY_SECONDS[min(tries, len(_RETRY_SECONDS) - 1)])
                 continue
         return

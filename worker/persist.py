@@ -80,8 +80,9 @@ async def _persist(pod: Pod) -> None:
         pod.log.info("persisted", attempt=staged.attempt, seconds=took, total=vote.bytes_total, new=vote.bytes_new)
     except AttemptAborted:
         return
-    except (MoorageError, OSError, KeyError) as error:
-        pod.log.warning("not persisted", attempt=staged.attempt, error=str(error))
+    except Exception as error:  # whatever it is: nobody must wait for this vote for ever
+        unexpected = not isinstance(error, MoorageError | OSError)
+        pod.log.warning("not persisted", attempt=staged.attempt, error=str(error), exc_info=unexpected)
         vote = msgspec.structs.replace(vote, ok=False, reason=f"{pod.label}: {error}")
     if await _vote(pod, vote) and pod.record.staged is staged:
         await asyncio.to_thread(drop, pod)

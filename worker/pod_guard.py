@@ -64,6 +64,8 @@ async def _listen(pod: Pod) -> None:
                     return
         except Unavailable as error:
             pod.log.info("guard lost", error=str(error))
+        except Exception:  # a pod whose guard nobody hears would never be seen to end
+            pod.log.exception("guard not heard")
         pod.guard_ready.clear()
         if pod.gone:
             return
