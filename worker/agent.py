@@ -26,6 +26,7 @@ from moorage.worker.pod_record import PodRecord
 
 log = structlog.get_logger(__name__)
 _REFRESH_SECONDS = 1.0
+_GUARD_SECONDS = 5.0
 
 
 class Agent:
@@ -83,8 +84,11 @@ class Agent:
     async def _tell_deadline(pod: Pod, deadline: float) -> None:
         try:
             if pod.guard is not None:
-                await pod.guard.deadline(deadline)
-        except MoorageError as error:  # its guard is being replaced, and the next one gets the deadline at its start
+                await asyncio.wait_for(pod.guard.deadline(deadline), _GUARD_SECONDS)
+        except (
+            MoorageError,
+            TimeoutError,
+        ) as error:  # its guard is being replaced, and the next one gets the deadline at its start
             log.info("deadline not told", pod=pod.label, error=str(error))
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
