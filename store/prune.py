@@ -69,25 +69,30 @@ def wait_for_rival(leases: LeaseKeeper, manifest: str) -> None:
         pause.wait(0.1)
 
 
-class Pruner:
-    """One run over one store. Arguments as for `Store.prune`."""
+class Terms(NamedTuple):
+    """What a run was told: the arguments of `Store.prune`."""
 
-    def __init__(
-        self, store: Store, keep: Collection[str], *, generation: int, protect_after: float, dry_run: bool
-    ) -> None:
+    keep: frozenset[str]
+    generation: int
+    protect_after: float
+    dry_run: bool
+    condemned: Collection[str] | None
+
+
+class Pruner:
+    """One run over one store."""
+
+    def __init__(self, store: Store, terms: Terms) -> None:
         self._store = store
         self._backend = store.backend
-        self._keep = set(keep)
-        self._generation = generation
-        self._protect_after = protect_after
-        self._dry_run = dry_run
+        self._terms = terms
         self._problems: list[str] = []
 
     def run(self) -> PruneResult:
         """See `Store.prune`."""
-        lease = self._store.leases.acquire("prune", f"prune {self._generation}", sorted(self._keep))
+        lease = self._store.leases.acquire("prune", f"prune {self._terms.generation}", sorted(self._terms.keep))
         try:
-            if not self._dry_run:
+            if not self._terms.dry_run:
                 self._claim()
             return self._run(lease)
         finally:
@@ -102,7 +107,7 @@ class Pruner:
         index.refresh()
         for message in index.damaged.values():
             raise CorruptData(message, "nothing was deleted; put that file back from a copy")
-        live = self._live(self._keep.union(*(info.roots for info in leases if info.role != "prune")))
+        live = self._live(self._terms.keep.union(*(info.roots for info in leases if info.role != "prune")))
         already = index.condemned
         dead = [path for path in self._old_manifests() if path not in live.manifests and path not in already]
 
@@ -111,14 +116,14 @@ class Pruner:
             PackView(name.removeprefix("packs/"), e.size, e.modified, used.get(name, 0), name in already)
             for name, e in packs.items()
         ]
-        plan = plan_packs(views, protect_after=self._protect_after, owners={info.id for info in leases})
+        plan = plan_packs(views, protect_after=self._terms.protect_after, owners={info.id for info in leases})
         doomed = plan.garbage + plan.repack
         # Chunks that are only in condemned packs: what holds them must stay until they are copied.
         stranded = {name: size for name, size in live.chunks.items() if not index.reusable(name)}
         needed = self._packs_of(stranded)
         copied = sum(pack.used for pack in plan.repack)
         records = condemned.records(self._store)
-        if not self._dry_run:
+        if not self._terms.dry_run:
             try:
                 copied = copy_chunks(self._store, lease, stranded | self._inside(plan.repack, live.chunks))
                 needed = set()
@@ -126,21 +131,22 @@ class Pruner:
                 _log.warning("no room to copy live chunks; pruning goes on without", error=str(error))
                 copied, doomed = 0, plan.garbage
             self._fence(lease)
-            condemned.condemn(self._store, lease, self._generation, dead)
-            condemned.condemn(self._store, lease, self._generation, (f"packs/{pack.name}" for pack in doomed))
+            condemned.condemn(self._store, lease, self._terms.generation, dead)
+            condemned.condemn(self._store, lease, self._terms.generation, (f"packs/{pack.name}" for pack in doomed))
             for record in records:
                 if record.leases is None:  # its run died before it wrote down the leases
                     condemned.put_barrier(self._store, lease, record.name)
+        known = self._terms.condemned
         ready = deletable(
-            records,
-            generation=self._generation,
+            [record for record in records if known is None or record.name in known],
+            generation=self._terms.generation,
             active={info.id for info in (*leases, *self._store.leases.active())} - {lease.info.id},
             settle=2 * self._backend.settle_seconds,
             needed=needed | live.manifests,
         )
         gone = {path for record in ready for path in record.objects}
         waiting = {path for record in records for path in record.objects} - gone
-        if not self._dry_run:
+        if not self._terms.dry_run:
             condemned.delete(self._store, ready, lambda: self._fence(lease))
             self._tidy()
         return PruneResult(
@@ -157,12 +163,12 @@ class Pruner:
 
     def _claim(self) -> None:
         failpoints.hit_sync("store.prune.claim.before")
-        data = msgspec.json.encode(sorted(self._keep))
-        mine = self._store.put_record(f"prunes/{self._generation:016d}", fmt.KIND_PRUNE, data)
+        data = msgspec.json.encode(sorted(self._terms.keep))
+        mine = self._store.put_record(f"prunes/{self._terms.generation:016d}", fmt.KIND_PRUNE, data)
         failpoints.hit_sync("store.prune.claim.after")
-        if not mine or self._newest_claim() > self._generation:
+        if not mine or self._newest_claim() > self._terms.generation:
             raise Fenced(
-                f"prune generation {self._generation} has been used already", "raise the generation and try again"
+                f"prune generation {self._terms.generation} has been used already", "raise the generation and try again"
             )
 
     def _newest_claim(self) -> int:
@@ -170,27 +176,27 @@ class Pruner:
         return max((int(name) for name in names if name.isdigit()), default=-1)
 
     def _fence(self, lease: Lease) -> None:
-        if not lease.valid() or self._newest_claim() > self._generation:
-            raise Fenced(f"prune generation {self._generation} was overtaken", "nothing is lost; run prune again")
+        if not lease.valid() or self._newest_claim() > self._terms.generation:
+            raise Fenced(f"prune generation {self._terms.generation} was overtaken", "nothing is lost; run prune again")
 
     def _old_manifests(self) -> list[str]:
         entries = [*self._backend.list("checkpoints"), *self._backend.list("pods")]
-        return [entry.name for entry in entries if entry.modified <= self._protect_after]
+        return [entry.name for entry in entries if entry.modified <= self._terms.protect_after]
 
-    def _live(self, roots: set[str]) -> _Live:
+    def _live(self, roots: frozenset[str]) -> _Live:
         """All manifests that are kept, rooted or recent, and all chunks that they need.
 
         Raises `NotFound`, `CorruptData`.
         """
-        recent = [e.name for e in self._backend.list("checkpoints") if e.modified > self._protect_after]
-        pods = {e.name: False for e in self._backend.list("pods") if e.modified > self._protect_after}
+        recent = [e.name for e in self._backend.list("checkpoints") if e.modified > self._terms.protect_after]
+        pods = {e.name: False for e in self._backend.list("pods") if e.modified > self._terms.protect_after}
         manifests = {f"checkpoints/{name}" for name in roots}.union(recent)
         for path in sorted(manifests):
             name = path.removeprefix("checkpoints/")
             try:
                 pods.update((f"pods/{pod}", True) for pod in self._store.read_global_manifest(name).pods)
             except NotFound:
-                if name in self._keep:
+                if name in self._terms.keep:
                     raise NotFound(
                         f"checkpoint manifest {name} should be kept but is missing",
                         "forget that checkpoint, then prune again; nothing was deleted",
@@ -231,11 +237,11 @@ class Pruner:
     def _tidy(self) -> None:
         """Remove leftovers that nothing refers to."""
         for entry in list(self._backend.list("tmp")):
-            if entry.modified <= self._protect_after:
+            if entry.modified <= self._terms.protect_after:
                 self._backend.delete(entry.name)
         for entry in list(self._backend.list("prunes")):
             name = entry.name.rpartition("/")[2]
-            old = name.isdigit() and int(name) < self._generation
+            old = name.isdigit() and int(name) < self._terms.generation
             # A barrier is written after its record and removed after it.
             orphan = not name.isdigit() and not self._backend.stat(f"condemned/{name.removesuffix('.barrier')}")
             if old or orphan:

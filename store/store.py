@@ -24,7 +24,7 @@ from moorage.store.leases import FileLeases, LeaseKeeper
 from moorage.store.manifests import Content, GlobalManifest, PodManifest
 from moorage.store.packs import PackSet
 from moorage.store.patch import Patcher
-from moorage.store.prune import Pruner, PruneResult, wait_for_rival
+from moorage.store.prune import Pruner, PruneResult, Terms, wait_for_rival
 from moorage.store.reader import Reader
 from moorage.store.writer import Writer
 
@@ -196,18 +196,30 @@ class Store:
         """
         confirm(self, global_manifest)
 
+    def condemned(self) -> frozenset[str]:
+        """Names of the records of what earlier prunes have condemned: to be read before the generation is raised."""
+        return frozenset(entry.name for entry in self.backend.list("condemned"))
+
     def prune(
-        self, keep: Collection[str], *, generation: int, protect_after: float, dry_run: bool = False
+        self,
+        keep: Collection[str],
+        *,
+        generation: int,
+        protect_after: float,
+        dry_run: bool = False,
+        condemned: Collection[str] | None = None,
     ) -> PruneResult:
         """Delete what no checkpoint in ``keep`` (names of global manifests) needs.
 
         ``generation``: the number to which the caller has raised the prune generation in etcd *before* it read
-        ``keep``. ``protect_after``: seconds since the epoch; what was written later is left alone. Space is freed in
-        two calls: the first condemns, a later one (with a higher generation) deletes.
+        ``keep``. ``protect_after``: seconds since the epoch; what was written later is left alone. ``condemned``: what
+        `condemned` said before the generation was raised; None: all that a lower generation has condemned, which is
+        right as long as no prune was stopped and goes on. Space is freed in two calls: the first condemns, a later one
+        (with a higher generation) deletes.
         Raises `Fenced` if that or a later generation has pruned already, `NotFound` if a kept manifest is missing.
         """
-        pruner = Pruner(self, keep, generation=generation, protect_after=protect_after, dry_run=dry_run)
-        return pruner.run()
+        terms = Terms(frozenset(keep), generation, protect_after, dry_run, condemned)
+        return Pruner(self, terms).run()
 
     def usage(self, global_manifest: str) -> dict[str, Usage]:
         """Bytes by kind of data of one checkpoint, plain and as stored, each chunk counted once. Raises `NotFound`."""

@@ -379,6 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def prune_now(self, store: Store, careful: bool) -> None:
         """``careful``: what running attempts wrote is protected by its age, so prune must not cost them anything."""
+        known = store.condemned()
         self.generation += 1
         mine = self.generation
         protect = self.world.time
@@ -388,7 +389,7 @@ class StoreMachine(RuleBasedStateMachine):
             for attempt in self.running:
                 attempt.sheltered = False
         try:
-            store.prune(list(self.committed), generation=mine, protect_after=protect)
+            store.prune(list(self.committed), generation=mine, protect_after=protect, condemned=known)
         except MoorageError:
             assert self.generation > mine, "a prune that nobody overtook must not fail"
             for attempt in self.running:
