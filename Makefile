@@ -17,6 +17,7 @@ PYTEST_ARGS ?=
 export PYTHONSAFEPATH := 1
 
 NATIVE := CMakeLists.txt $(shell find native -type f 2>/dev/null)
+NATIVE_TESTS := $(shell find tests/native -type f 2>/dev/null)
 
 .PHONY: help
 help: ## list these targets
@@ -67,7 +68,7 @@ proto-check: $(STAMPS)/installed ## are the committed protobuf descriptors and s
 .PHONY: native-test
 native-test: $(STAMPS)/native-test ## build native/ with sanitizers and run its tests
 
-$(STAMPS)/native-test: $(NATIVE) $(STAMPS)/installed
+$(STAMPS)/native-test: $(NATIVE) $(NATIVE_TESTS) $(STAMPS)/installed
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	  -DCMAKE_BUILD_TYPE=Debug -DMOORAGE_SANITIZE=ON >build/sanitize.log || { cat build/sanitize.log; exit 1; }
 	$(BIN)/cmake --build build/sanitize

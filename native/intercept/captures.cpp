@@ -1,0 +1,132 @@
+#include "captures.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "gate.h"
+#include "hooks.h"
+#include "real.h"
+
+namespace moorage::captures {
+namespace {
+
+// The default streams have one handle for all contexts or threads; who began the capture tells them apart.
+struct Capture {
+  CUstream stream;
+  long thread;
+};
+
+struct State {
+  std::mutex mutex;
+  std::vector<Capture> list;
+};
+alignas(State) unsigned char storage[sizeof(State)];
+State& state() {
+  static State* const one = new (storage) State;  // never destroyed: threads may call while the process ends
+  return *one;
+}
+std::atomic<std::size_t> count{0};
+
+bool shared_handle(CUstream stream) { return reinterpret_cast<std::uintptr_t>(stream) <= 2; }
+
+CUresult began(CUstream stream, CUresult result) {
+  if (result != CUDA_SUCCESS) return result;
+  State& all = state();
+  const std::lock_guard lock(all.mutex);
+  all.list.push_back({stream, syscall(SYS_gettid)});
+  count.store(all.list.size());
+  return result;
+}
+
+void ended(CUstream stream) {
+  State& all = state();
+  {
+    const std::lock_guard lock(all.mutex);
+    const long thread = syscall(SYS_gettid);
+    const auto found = std::find_if(all.list.begin(), all.list.end(), [&](const Capture& capture) {
+      return capture.stream == stream && (!shared_handle(stream) || capture.thread == thread);
+    });
+    if (found == all.list.end()) return;
+    all.list.erase(found);
+    count.store(all.list.size());
+  }
+  if (gate::now() != Level::Open) gate::changed();
+}
+
+}  // namespace
+
+std::size_t running() { return count.load(); }
+
+void after_fork_in_child() {
+  new (storage) State;
+  count.store(0);
+}
+
+}  // namespace moorage::captures
+
+namespace moorage::hook {
+
+using captures::began;
+using captures::ended;
+
+CUresult cuStreamBeginCapture(CUstream stream) { return began(stream, real::cuStreamBeginCapture(stream)); }
+CUresult cuStreamBeginCapture_ptsz(CUstream stream) { return began(stream, real::cuStreamBeginCapture_ptsz(stream)); }
+CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
+  return began(stream, real::cuStreamBeginCapture_v2(stream, mode));
+}
+CUresult cuStreamBeginCapture_v2_ptsz(CUstream stream, CUstreamCaptureMode mode) {
+  return began(stream, real::cuStreamBeginCapture_v2_ptsz(stream, mode));
+}
+
+#if CUDA_VERSION >= 12030
+CUresult cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode* nodes,
+                                     const CUgraphEdgeData* edges, size_t number, CUstreamCaptureMode mode) {
+  return began(stream, real::cuStreamBeginCaptureToGraph(stream, graph, nodes, edges, number, mode));
+}
+CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const CUgraphNode* nodes,
+                                          const CUgraphEdgeData* edges, size_t number, CUstreamCaptureMode mode) {
+  return began(stream, real::cuStreamBeginCaptureToGraph_ptsz(stream, graph, nodes, edges, number, mode));
+}
+#endif
+
+#if CUDA_VERSION >= 13030
+CUresult cuStreamBeginRecaptureToGraph(CUstream stream, CUstreamCaptureMode mode, CUgraph graph,
+                                       CUgraphRecaptureCallback callback, void* data) {
+  return began(stream, real::cuStreamBeginRecaptureToGraph(stream, mode, graph, callback, data));
+}
+CUresult cuStreamBeginRecaptureToGraph_ptsz(CUstream stream, CUstreamCaptureMode mode, CUgraph graph,
+                                            CUgraphRecaptureCallback callback, void* data) {
+  return began(stream, real::cuStreamBeginRecaptureToGraph_ptsz(stream, mode, graph, callback, data));
+}
+#endif
+
+// A capture has ended also when the driver answers that it had become invalid.
+CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
+  const CUresult result = real::cuStreamEndCapture(stream, graph);
+  if (result != CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) ended(stream);
+  return result;
+}
+CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph* graph) {
+  const CUresult result = real::cuStreamEndCapture_ptsz(stream, graph);
+  if (result != CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) ended(stream);
+  return result;
+}
+
+CUresult cuStreamDestroy(CUstream stream) {
+  const CUresult result = real::cuStreamDestroy(stream);
+  if (result == CUDA_SUCCESS) ended(stream);
+  return result;
+}
+CUresult cuStreamDestroy_v2(CUstream stream) {
+  const CUresult result = real::cuStreamDestroy_v2(stream);
+  if (result == CUDA_SUCCESS) ended(stream);
+  return result;
+}
+
+}  // namespace moorage::hook

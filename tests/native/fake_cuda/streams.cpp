@@ -1,0 +1,322 @@
+// Streams, events, kernels, host functions and graphs of the fake driver.
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+
+#include "fake.h"
+
+namespace fake {
+namespace {
+
+// Never destroyed: a process may end while its streams are busy, and a forked child has no threads to join.
+std::mutex& mutex = *new std::mutex;
+auto& streams = *new std::map<CUstream, std::unique_ptr<Stream>>;
+auto& legacy = *new std::unique_ptr<Stream>;
+thread_local CUstream own_default = nullptr;  // the thread's default stream, in `streams` as any other
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::size_t recorded = 0;
+  std::size_t done = 0;
+};
+
+struct Function {
+  std::string name;
+};
+auto& kernels = *new std::map<std::string, Function>;
+
+using Graph = std::vector<Node>;
+
+Stream& made(CUstream& handle, Context* context) {
+  auto stream = std::make_unique<Stream>(context);
+  handle = reinterpret_cast<CUstream>(stream.get());
+  return *(streams[handle] = std::move(stream));
+}
+
+}  // namespace
+
+Stream::Stream(Context* owner) : context(owner) {
+  thread = std::thread([this] {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      wake.wait(lock, [this] { return stop || !queue.empty(); });
+      if (queue.empty()) return;
+      auto work = std::move(queue.front());
+      queue.pop_front();
+      lock.unlock();
+      work();
+      lock.lock();
+      if (--unfinished == 0) wake.notify_all();
+    }
+  });
+}
+
+Stream::~Stream() {
+  {
+    const std::lock_guard lock(mutex);
+    stop = true;
+  }
+  wake.notify_all();
+  thread.join();
+}
+
+void Stream::push(std::function<void()> work) {
+  const std::lock_guard lock(mutex);
+  queue.push_back(std::move(work));
+  ++unfinished;
+  wake.notify_all();
+}
+
+void Stream::drain() {
+  std::unique_lock lock(mutex);
+  wake.wait(lock, [this] { return unfinished == 0; });
+}
+
+bool Stream::idle() {
+  const std::lock_guard lock(mutex);
+  return unfinished == 0;
+}
+
+Stream* stream_of(CUstream handle) {
+  const std::lock_guard lock(mutex);
+  if (handle == nullptr || handle == CU_STREAM_LEGACY) {
+    if (!legacy) legacy = std::make_unique<Stream>(nullptr);
+    return legacy.get();
+  }
+  if (handle == CU_STREAM_PER_THREAD) {
+    if (own_default == nullptr) made(own_default, current());
+    handle = own_default;
+  }
+  const auto found = streams.find(handle);
+  return found == streams.end() ? nullptr : found->second.get();
+}
+
+CUresult submit(CUstream handle, std::function<void()> work) {
+  if (const CUresult bad = usable()) return bad;
+  if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  Stream* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  {
+    const std::lock_guard lock(stream->mutex);
+    if (stream->capture != nullptr) {
+      stream->capture->push_back({std::move(work)});
+      return CUDA_SUCCESS;
+    }
+  }
+  stream->push(std::move(work));
+  return CUDA_SUCCESS;
+}
+
+namespace {
+std::vector<Stream*> all_streams() {
+  const std::lock_guard lock(mutex);
+  std::vector<Stream*> all;
+  for (auto& [handle, stream] : streams) all.push_back(stream.get());
+  if (legacy) all.push_back(legacy.get());
+  return all;
+}
+}  // namespace
+
+bool any_busy() {
+  const auto all = all_streams();
+  return std::any_of(all.begin(), all.end(), [](Stream* stream) { return !stream->idle(); });
+}
+
+CUresult drain_context() {
+  for (Stream* stream : all_streams()) {
+    {
+      const std::lock_guard lock(stream->mutex);
+      if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
+    stream->drain();
+  }
+  return CUDA_SUCCESS;
+}
+
+}  // namespace fake
+
+using namespace fake;
+
+FAKE CUresult cuStreamCreate(CUstream* stream, unsigned) {
+  if (const CUresult bad = usable()) return bad;
+  if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  const std::lock_guard lock(fake::mutex);
+  made(*stream, current());
+  return CUDA_SUCCESS;
+}
+
+FAKE CUresult cuStreamDestroy_v2(CUstream handle) {
+  if (const CUresult bad = usable()) return bad;
+  Stream* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  stream->drain();
+  std::unique_ptr<Stream> gone;
+  const std::lock_guard lock(fake::mutex);
+  gone = std::move(streams[handle]);
+  streams.erase(handle);
+  return CUDA_SUCCESS;
+}
+
+FAKE CUresult cuStreamSynchronize(CUstream handle) {
+  note("cuStreamSynchronize");
+  if (const CUresult bad = usable()) return bad;
+  Stream* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  stream->drain();
+  return CUDA_SUCCESS;
+}
+
+FAKE CUresult cuStreamQuery(CUstream handle) {
+  note("cuStreamQuery");
+  if (const CUresult bad = usable()) return bad;
+  Stream* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  return stream->idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+FAKE CUresult cuCtxSynchronize() {
+  note("cuCtxSynchronize");
+  if (const CUresult bad = usable()) return bad;
+  if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  return drain_context();
+}
+
+FAKE CUresult cuEventCreate(CUevent* event, unsigned) {
+  *event = reinterpret_cast<CUevent>(new Event);
+  return usable();
+}
+FAKE CUresult cuEventDestroy_v2(CUevent event) {
+  delete reinterpret_cast<Event*>(event);
+  return CUDA_SUCCESS;
+}
+FAKE CUresult cuEventRecord(CUevent handle, CUstream stream) {
+  note("cuEventRecord");
+  auto* event = reinterpret_cast<Event*>(handle);
+  std::size_t number = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    number = ++event->recorded;
+  }
+  return submit(stream, [event, number] {
+    const std::lock_guard lock(event->mutex);
+    event->done = number;
+    event->wake.notify_all();
+  });
+}
+FAKE CUresult cuEventSynchronize(CUevent handle) {
+  note("cuEventSynchronize");
+  auto* event = reinterpret_cast<Event*>(handle);
+  std::unique_lock lock(event->mutex);
+  event->wake.wait(lock, [event] { return event->done >= event->recorded; });
+  return CUDA_SUCCESS;
+}
+FAKE CUresult cuEventQuery(CUevent handle) {
+  auto* event = reinterpret_cast<Event*>(handle);
+  const std::lock_guard lock(event->mutex);
+  return event->done >= event->recorded ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+FAKE CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned) {
+  auto* event = reinterpret_cast<Event*>(handle);
+  return submit(stream, [event] {
+    std::unique_lock lock(event->mutex);
+    event->wake.wait(lock, [event] { return event->done >= event->recorded; });
+  });
+}
+
+FAKE CUresult cuModuleLoadData(CUmodule* module, const void*) {
+  *module = reinterpret_cast<CUmodule>(&kernels);
+  return usable();
+}
+FAKE CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
+  const std::lock_guard lock(fake::mutex);
+  Function& entry = kernels[name];
+  entry.name = name;
+  *function = reinterpret_cast<CUfunction>(&entry);
+  return usable();
+}
+
+// add(pointer, int value, size_t count), spin(int ms), wait(int* flag on the host: until it is not 0).
+FAKE CUresult cuLaunchKernel(CUfunction handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                             CUstream stream, void** p, void**) {
+  note("cuLaunchKernel");
+  const std::string& name = reinterpret_cast<Function*>(handle)->name;
+  if (name == "spin") {
+    const int ms = *static_cast<int*>(p[0]);
+    return submit(stream, [ms] { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); });
+  }
+  if (name == "wait") {
+    auto* flag = *static_cast<std::atomic<int>**>(p[0]);
+    return submit(stream, [flag] {
+      while (flag->load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+  }
+  if (name == "add") {
+    const auto address = static_cast<std::uintptr_t>(*static_cast<CUdeviceptr*>(p[0]));
+    const int value = *static_cast<int*>(p[1]);
+    const std::size_t count = *static_cast<std::size_t*>(p[2]);
+    if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+    if (!accessible(address, count * sizeof(int), current()->device)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    return submit(stream, [address, value, count] {
+      auto* numbers = static_cast<int*>(translate(address));
+      for (std::size_t i = 0; i < count; ++i) numbers[i] += value;
+    });
+  }
+  return name == "empty" ? usable() : CUDA_ERROR_INVALID_HANDLE;
+}
+
+FAKE CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
+  note("cuLaunchHostFunc");
+  return submit(stream, [function, data] { function(data); });
+}
+
+FAKE CUresult cuStreamBeginCapture_v2(CUstream handle, CUstreamCaptureMode mode) {
+  note("cuStreamBeginCapture_v2");
+  if (const CUresult bad = usable()) return bad;
+  Stream* stream = stream_of(handle);
+  if (stream == nullptr || stream == legacy.get()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  const std::lock_guard lock(stream->mutex);
+  if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+  stream->capture = new Graph;
+  stream->mode = mode;
+  stream->captured_by = std::this_thread::get_id();
+  return CUDA_SUCCESS;
+}
+FAKE CUresult cuStreamBeginCapture(CUstream stream) {
+  return cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_GLOBAL);
+}
+FAKE CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
+  note("cuStreamEndCapture");
+  Stream* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  const std::lock_guard lock(stream->mutex);
+  if (stream->capture == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
+  if (stream->mode != CU_STREAM_CAPTURE_MODE_RELAXED && stream->captured_by != std::this_thread::get_id()) {
+    return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+  }
+  *graph = reinterpret_cast<CUgraph>(stream->capture);
+  stream->capture = nullptr;
+  return CUDA_SUCCESS;
+}
+FAKE CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
+  *exec = reinterpret_cast<CUgraphExec>(new Graph(*reinterpret_cast<Graph*>(graph)));
+  return usable();
+}
+FAKE CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
+  note("cuGraphLaunch");
+  for (const Node& node : *reinterpret_cast<Graph*>(exec)) {
+    if (const CUresult bad = submit(stream, node.run)) return bad;
+  }
+  return CUDA_SUCCESS;
+}
+FAKE CUresult cuGraphExecDestroy(CUgraphExec exec) {
+  delete reinterpret_cast<Graph*>(exec);
+  return CUDA_SUCCESS;
+}
+FAKE CUresult cuGraphDestroy(CUgraph graph) {
+  delete reinterpret_cast<Graph*>(graph);
+  return CUDA_SUCCESS;
+}
