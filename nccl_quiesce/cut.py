@@ -51,6 +51,7 @@ class Memory(msgspec.Struct, frozen=True):
     moved_at: float
     mark: tuple[int, int] = (-1, -1)
     draining: bool = False
+    drain_after: float = 0.0
     slides: int = 0
     waiting: dict[Held, int] = {}  #: held calls, numbered in the order in which they were first seen
 
@@ -89,11 +90,14 @@ class Cut:
         if (abort := self.aborted(memory, picture, now)) is not None:
             return memory, abort
         if ready and not memory.draining:
+            if now < memory.drain_after:
+                return memory, Wait()
             return msgspec.structs.replace(memory, draining=True, moved_at=now), Drain()
         if picture.behind and (orders := self._orders(picture, memory)):
             return self._moved(memory, now), Admit(orders)
-        if memory.draining and picture.unfinished():
-            return self._moved(memory, now), Resume()
+        if memory.draining and (picture.unfinished() or self.stopped(memory, picture, now)):
+            pause = max(self.settings.patience, self.settings.growth * (now - memory.began))
+            return msgspec.structs.replace(self._moved(memory, now), drain_after=now + pause), Resume()
         if (held := self.slid(memory, picture, now)) is not None:
             slides = memory.slides + 1
             return msgspec.structs.replace(self._moved(memory, now), slides=slides), Admit({held[0]: (held[1],)}, True)
@@ -159,6 +163,15 @@ class Cut:
             return None
         return min(hinted or pool, key=lambda held: (memory.waiting[held], self._lot(memory, held)))
 
+    def stopped(self, memory: Memory, picture: Picture, now: float) -> bool:
+        """Whether a stall while draining may be the drain order's own doing, which stops more than the gates do.
+
+        A stream can wait for a thread that stands in a creation, or that has work for a stream and may not submit it.
+        """
+        if now - memory.moved_at < self.settings.patience:
+            return False
+        return picture.coming() or any(snapshot.stopped for snapshot in picture.snapshots.values())
+
     def eligible(self, picture: Picture, candidates: Mapping[Held, Call]) -> set[Held]:
         """Calls that may be let in without making anybody wait for a rank that is elsewhere."""
         return picture.whole()
@@ -167,9 +180,7 @@ class Cut:
         """Calls on communicators with nobody behind."""
         disturbed = {lane.communicator for shorts in picture.behind.values() for lane in shorts}
         return {
-            held
-            for held, call in candidates.items()
-            if not any(lane.communicator in disturbed for lane in call.lanes)
+            held for held, call in candidates.items() if not any(lane.communicator in disturbed for lane in call.lanes)
         }
 
     def accepted(self, picture: Picture) -> bool:

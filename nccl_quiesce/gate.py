@@ -16,7 +16,8 @@ class Gate:
     """Counts calls, holds them while it is closed, lets them go on by ticket.
 
     A call takes `enter`, then `look`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with each ticket
-    that an order admits, or that was held when the gate opens; ``thawed`` when creations may go on.
+    that an order admits, or that was held when the gate opens; ``thawed`` when what a drain order stops may
+    go on.
 
     Invariants:
 
@@ -42,6 +43,7 @@ class Gate:
         self.users: dict[str, int] = {}
         self.threads: set[int] = set()
         self.exited = False
+        self.stopped = 0  #: threads that wait to submit work to a stream
         self._tickets = itertools.count(1)
 
     # ---- what the job's threads do
@@ -90,7 +92,7 @@ class Gate:
 
     @property
     def frozen(self) -> bool:
-        """Creations must not come through: their results are not looked at."""
+        """Creations must not come through (their results are not looked at), and no work may go to a stream."""
         return self.phase == "drain"
 
     def obey(self, order: Order, undrained: Callable[[], tuple[str, ...]]) -> Snapshot | None:
@@ -125,6 +127,7 @@ class Gate:
             waits_for=waits_for,
             moves=self.moves,
             undrained=undrained,
+            stopped=self.stopped > 0,
             exited=self.exited,
         )
 

@@ -73,7 +73,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     are gone (their counts stay). ``users``: for each communicator the thread that used it last. ``threads``: how many
     living threads have ever called NCCL. ``waits_for``: ranks that a blocked descriptor of a thread outside points to.
     ``moves``: a number that changes whenever anything of this report changes. ``undrained``: names of streams that still
-    have work; filled only in answer to a drain order. ``exited``: the process ended well, and its counts are final.
+    have work; filled only in answer to a drain order. ``stopped``: a thread waits to submit work because of that order. ``exited``: the process ended well, and its counts are final.
     """
 
     attempt: int
@@ -88,6 +88,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     waits_for: tuple[int, ...] = ()
     moves: int = 0
     undrained: tuple[str, ...] = ()
+    stopped: bool = False
     exited: bool = False
 
 
@@ -147,11 +148,12 @@ class Admit(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Nobody is behind and nobody inside: let creations stand still and see whether the streams run dry."""
+    """Nobody is behind and nobody inside: see whether the streams run dry."""
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Back from draining to cutting: a creation came through at some of its members while the order was on its way."""
+    """Back from draining to cutting: a creation came through at some of its members while the order was on its way, or a
+    stream waits for a thread that the drain order stops."""
 
 
 class Accept(msgspec.Struct, frozen=True):

@@ -70,6 +70,12 @@ class Picture:
             if states != {"creating"} and ("creating" in states or len(self.ranks[name]) < self.size[name])
         }
 
+    def coming(self) -> bool:
+        """Whether all members of some creation are inside it, and none has finished it."""
+        return any(
+            states == {"creating"} and len(self.ranks[name]) == self.size[name] for name, states in self.states.items()
+        )
+
     def takeable(self, call: Call) -> bool:
         """Whether a call may be inside at the cut: destroys, and creations that no member has finished."""
         if call.lanes or not (call.creates or call.destroys):
@@ -107,7 +113,8 @@ class Picture:
     def whole(self) -> set[Held]:
         """Held calls whose every partner has been let in already or is held as well, in a call of which that is true.
 
-        Letting one in makes nobody wait for a rank that is elsewhere: all that it needs stands at the gates.
+        Letting one in makes nobody wait for a rank that is elsewhere: all that it needs stands at the gates. Of several
+        operations on one lane in one call the first one counts, since a partner may issue them one by one.
         """
         found = {(rank, call.ticket): call for rank, s in self.snapshots.items() for call in s.held}
         while dropped := [held for held, reach in self._reach(found) if not reach]:
@@ -118,19 +125,20 @@ class Picture:
     def _reach(self, held: Mapping[Held, Call]) -> Iterator[tuple[Held, bool]]:
         """For each held call: would all its partners have come to it if exactly ``held`` were let in?"""
         reach = dict(self.counts)
-        upto: dict[Held, list[tuple[Lane, int]]] = {}
+        firsts: dict[Held, list[tuple[Lane, int]]] = {}
         comers: dict[str, set[int]] = {name: set(ranks) for name, ranks in self.ranks.items()}
         for key, call in held.items():  # in the order of tickets within each rank
-            counts = upto[key] = []
+            counts = firsts[key] = []
             for lane, number in call.lanes.items():
-                reach[lane] = reach.get(lane, 0) + number
-                counts.append((lane, reach[lane]))
+                before = reach.get(lane, 0)
+                reach[lane] = before + number
+                counts.append((lane, before + 1))
             for creation in call.creates:
                 comers.setdefault(creation.communicator, set()).add(creation.member)
         least: dict[str, int] = {}
         for key, call in held.items():
             fine = all(len(comers[c.communicator]) >= c.size for c in call.creates)
-            for lane, count in upto[key]:
+            for lane, count in firsts[key]:
                 if lane.kind == "collective":
                     name = lane.communicator
                     if name not in least:

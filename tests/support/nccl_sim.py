@@ -122,7 +122,8 @@ class Rank:
         for thread in self.threads:
             if thread.state == "created, frozen":
                 self.world.later(0.0, self.world.created, thread, thread.life)
-            elif thread.state == "again":
+            elif thread.state in ("again", "stopped"):
+                self.gate.stopped -= thread.state == "stopped"
                 self.world.later(0.0, self.world.step, thread)
 
     def undrained(self) -> tuple[str, ...]:
@@ -159,7 +160,7 @@ class World:
         self.number = self.entered = self.attempts = self.events = 0
         self.log: list[tuple[Any, ...]] = []
         self.problems: list[str] = []
-        self.make_cut, self.pace = cut, pace
+        self.make_cut, self.pace = cut, pace or Pace(again=20 * program.latency)
         self.instants = sorted(instants, reverse=True)
         self.rounds: Rounds | None = None
         self.tried: list[Rounds] = []
@@ -259,6 +260,10 @@ class World:
                     return
             else:
                 assert kind == "stream waits"
+                if rank.gate.frozen:
+                    thread.state = "stopped"
+                    rank.gate.stopped += 1
+                    return
                 self.enqueue(Kernel(rank, step[1], [], step[2]))
             thread.at += 1
         thread.state = "ended"
@@ -322,9 +327,10 @@ class World:
                     for other in dict.fromkeys(came.values()):
                         self.later(self.random.random() * 1e-3, self.created, other, other.life)
         elif step[0] == "destroy":
-            thread.rank.gate.destroy(step[1], step[2])
             name = step[1]
-            self.gone[name] += 1
+            for member in step[2]:
+                thread.rank.gate.destroy(name, member)
+                self.gone[name] += 1
             self.destroying[name].append(thread)
             if not self.program.meeting_destroys or name in self.torn or self.gone[name] == self.sizes[name]:
                 for other in self.destroying.pop(name):
@@ -601,7 +607,9 @@ def judge(log: list[tuple[Any, ...]]) -> list[str]:
                     members[lane.communicator].add(lane.member)
                 elif issued.get(lane.partner, 0) != count:
                     found.append(f"cut: {lane} has {count}, its partner {issued.get(lane.partner, 0)}")
-            found += [f"cut: {name} is made at {made[name]} of {size[name]}" for name in made if made[name] != size[name]]
+            found += [
+                f"cut: {name} is made at {made[name]} of {size[name]}" for name in made if made[name] != size[name]
+            ]
             for name, found_counts in counts.items():
                 if len(found_counts) > 1 or len(members[name]) != size[name]:
                     found.append(f"cut: collectives of {name} are unequal: {found_counts} at {len(members[name])}")

@@ -113,7 +113,9 @@ class Builder:
                 parts += [(Lane(second, member, "collective"), tag) for member in others.pop(rank)]
             self.call(rank, thread, parts)
         for rank, members in others.items():
-            self.call(rank, self.thread(rank, second), [(Lane(second, member, "collective"), tag) for member in members])
+            self.call(
+                rank, self.thread(rank, second), [(Lane(second, member, "collective"), tag) for member in members]
+            )
 
     def exchange(self, name: str, pairs: Iterable[tuple[int, int]], *, times: int = 1) -> None:
         """Sends and receives between members; each rank has all its parts in one group, or some one by one."""
@@ -129,7 +131,7 @@ class Builder:
         for rank, mine in parts.items():
             thread = self.thread(rank, name)
             # One after the other is an order only if it cannot close a ring: one partner, one direction.
-            if len({(lane.kind, lane.peer) for lane, _ in mine}) == 1 and self.rng.random() < 0.5:
+            if len({lane for lane, _ in mine}) == 1 and self.rng.random() < 0.5:
                 for part in mine:
                     self.call(rank, thread, [part])
             else:
@@ -149,10 +151,8 @@ class Builder:
     def destroy(self, name: str) -> None:
         for rank, members in self.places(name):
             thread = self.thread(rank, name, wander=False)
-            for stream in range(2 * self.threads[rank]):
-                self.add(rank, thread, ("sync", stream))
-            for member in members:
-                self.add(rank, thread, ("destroy", name, member))
+            self.add(rank, thread, ("sync", 2 * thread), ("sync", 2 * thread + 1))
+            self.add(rank, thread, ("destroy", name, tuple(members)))
         del self.members[name]
 
     def compute(self, rank: int, mean: float) -> None:
@@ -281,7 +281,7 @@ def _exchange(build: Builder, name: str, number: int) -> None:
 
 
 def disordered(seed: int, *, length: int = 4000) -> Program:
-    """A program without the order: from its second operation to its last but one, some rank is always ahead.
+    """A program without the order: from early on until its last but one operation some rank is always ahead.
 
     Some random operations of other ranks and threads run beside it. The first thread of ranks 0 and 1 does nothing else.
     """
@@ -300,6 +300,10 @@ def disordered(seed: int, *, length: int = 4000) -> Program:
     for rank in (0, 1):
         for one in (pair, other):
             build.hand_over(rank, one, 0)
+    # Connections are made in order, or the first calls would wait for each other in NCCL too.
+    for one in (pair, other):
+        build.collective(one)
+        build.exchange(one, [(0, 1)])
     STYLES[rng.randrange(len(STYLES))](build, pair, other, length)
     for _ in range(rng.randint(0, 30)):
         build.collective(name)
@@ -327,12 +331,13 @@ def staggered_by_messages(build: Builder, pair: str, other: str, length: int) ->
 
 def crossed(build: Builder, pair: str, other: str, length: int) -> None:
     """Rank 0 is always one operation ahead on one communicator, rank 1 on the other."""
+    tag = build.tag
     for rank, first, second in ((0, pair, other), (1, other, pair)):
-        _mine(build, rank, Lane(first, rank, "collective"), 1)
-        for index in range(1, length):
+        _mine(build, rank, Lane(first, rank, "collective"), tag + 1)
+        for index in range(tag + 1, tag + length):
             _mine(build, rank, Lane(first, rank, "collective"), index + 1)
             _mine(build, rank, Lane(second, rank, "collective"), index)
-        _mine(build, rank, Lane(second, rank, "collective"), length)
+        _mine(build, rank, Lane(second, rank, "collective"), tag + length)
 
 
 def staggered_sends(build: Builder, pair: str, other: str, length: int) -> None:

@@ -1,0 +1,196 @@
+"""The conversation between the coordinator and the gates: rounds of orders and reports until there is a cut or none.
+
+`Rounds` is the conversation without clock, socket or task: messages and times go in, messages come out. `run` drives it
+over a transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from moorage.errors import DeadlineExceeded, Unavailable
+from moorage.nccl_quiesce.cut import Cut
+from moorage.nccl_quiesce.model import Abort, Accept, Admit, Decision, Order, Phase, Snapshot
+
+log = structlog.get_logger(__name__)
+
+#: What goes out: the rank that it is for, and its order.
+Outgoing = list[tuple[int, Order]]
+
+
+class Pace(msgspec.Struct, frozen=True):
+    """Times in seconds. While nothing happens, rounds come after ``shortest``, then ever later, up to ``longest``.
+
+    ``again``: an order is sent again when no report came for so long.
+    """
+
+    shortest: float = 0.0005
+    longest: float = 0.02
+    again: float = 0.1
+
+
+class Rounds:
+    """One attempt to cut one job, without I/O.
+
+    Each method takes the time and returns what is to be sent. A round is over when every rank has reported to its order;
+    only then is the next one decided, from these reports alone. Hence:
+
+    * A doubled or late report changes nothing: the first one of the current round counts.
+    * A lost order or report costs `Pace.again`; the gate obeys each round once, however often it is sent.
+    * Orders in flight are always of one round, so a decision never meets reports from before an order it has given.
+    * Whatever happens, at the deadline there is a decision, also when ranks do not answer at all.
+
+    ``result`` is None until the attempt is decided. After `Accept` the gates stay closed until `release`; after `Abort` they
+    are told to open at once, again and again until all have confirmed (``released``).
+    """
+
+    def __init__(self, ranks: Iterable[int], *, attempt: int, cut: Cut, pace: Pace | None = None) -> None:
+        self.ranks = frozenset(ranks)
+        self.attempt, self.cut, self.pace = attempt, cut, pace or Pace()
+        self.round = self.slides = self.admitted = 0
+        self.result: Accept | Abort | None = None
+        self.released = False
+        #: When `tick` must be called next.
+        self.wake = 0.0
+        self._orders: dict[int, Order] = {}
+        self._reports: dict[int, Snapshot] = {}
+        self._next: Decision | None = None
+        self._pause = self.pace.shortest
+
+    def start(self, now: float) -> Outgoing:
+        """Close the gates."""
+        self.memory = self.cut.begin(now)
+        return self._send("cut", {}, now)
+
+    def release(self, now: float) -> Outgoing:
+        """Open the gates: after a cut, once the communicators stand again, or to give the attempt up.
+
+        Without an accepted cut the attempt is over: whatever reports still come, no cut follows.
+        """
+        if self.result is None:
+            self.result = Abort("given up")
+        self._next = None
+        return self._send("open", {}, now)
+
+    def receive(self, report: Snapshot, now: float) -> Outgoing:
+        """A report came in."""
+        current = report.attempt == self.attempt and report.round == self.round and report.rank in self.ranks
+        if not current or report.rank in self._reports or self._next is not None or self.released:
+            return []
+        self._reports[report.rank] = report
+        if len(self._reports) < len(self.ranks):
+            return []
+        if self.result is not None:
+            self.released = self._orders[report.rank].phase == "open"
+            self.wake = float("inf")
+            return []
+        self.memory, decision = self.cut.decide(self.memory, self._reports, now)
+        if isinstance(decision, Accept | Abort):
+            return self._end(decision, now)
+        if isinstance(decision, Admit):
+            self.slides += decision.slide
+            self.admitted += sum(map(len, decision.orders.values()))
+            self._pause = self.pace.shortest
+            return self._send("cut", decision.orders, now)
+        # Nothing is to be let in: leave the ranks a little time.
+        self._next = decision
+        self.wake = min(now + self._pause, self._deadline)
+        self._pause = min(2 * self._pause, self.pace.longest)
+        return []
+
+    def tick(self, now: float) -> Outgoing:
+        """Time has passed: the next round is due, or an order is to be sent again, or the deadline is over."""
+        if now < self.wake or self.released:
+            return []
+        if self._next is not None:
+            self._next = None
+            return self._send("drain" if self.memory.draining else "cut", {}, now)
+        missing = sorted(self.ranks - self._reports.keys())
+        if self.result is None and now >= self._deadline:
+            names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            return self._end(Abort(f"no cut in time: no report from rank {names}"), now)
+        self.wake = self._soon(now)
+        return [(rank, self._orders[rank]) for rank in missing]
+
+    @property
+    def _deadline(self) -> float:
+        return self.memory.began + self.cut.settings.deadline
+
+    def _soon(self, now: float) -> float:
+        soon = now + self.pace.again
+        return soon if self.result is not None or now >= self._deadline else min(soon, self._deadline)
+
+    def _send(self, phase: Phase, admit: dict[int, tuple[int, ...]], now: float) -> Outgoing:
+        self.round += 1
+        self._reports = {}
+        common = Order(self.attempt, self.round, phase)
+        self._orders = {
+            rank: Order(self.attempt, self.round, phase, admit[rank]) if rank in admit else common
+            for rank in sorted(self.ranks)
+        }
+        self.wake = self._soon(now)
+        return list(self._orders.items())
+
+    def _end(self, result: Accept | Abort, now: float) -> Outgoing:
+        self.result = result
+        if isinstance(result, Abort):
+            return self.release(now)
+        self.wake = float("inf")
+        return []
+
+
+class Transport(Protocol):
+    """How orders reach a rank."""
+
+    async def exchange(self, rank: int, order: Order) -> Snapshot | None:
+        """Deliver an order and return the report; None when the rank calls the order out of date.
+
+        Raises `Unavailable` or `DeadlineExceeded` when it cannot be had; the order is then sent again in time.
+        """
+        ...
+
+
+async def run(rounds: Rounds, transport: Transport, *, now: Callable[[], float] = time.monotonic) -> Accept | Abort:
+    """Drive an attempt to its decision; after an `Abort` until all gates have confirmed that they are open.
+
+    Cancelled, it leaves the gates as they are: whoever owns the attempt's outcome then opens them.
+    """
+    reports: asyncio.Queue[Snapshot] = asyncio.Queue()
+    exchanges: dict[int, asyncio.Task[None]] = {}
+
+    async def exchange(rank: int, order: Order) -> None:
+        try:
+            report = await transport.exchange(rank, order)
+        except (Unavailable, DeadlineExceeded) as error:
+            log.debug("no report", rank=rank, round=order.round, error=str(error))
+            return
+        if report is not None:
+            reports.put_nowait(report)
+
+    def send(outgoing: Outgoing) -> None:
+        for rank, order in outgoing:
+            if (old := exchanges.get(rank)) is not None:
+                old.cancel()
+            exchanges[rank] = asyncio.create_task(exchange(rank, order))
+
+    try:
+        send(rounds.start(now()))
+        while rounds.result is None or (isinstance(rounds.result, Abort) and not rounds.released):
+            try:
+                async with asyncio.timeout(max(0.0, rounds.wake - now())):
+                    report = await reports.get()
+            except TimeoutError:
+                send(rounds.tick(now()))
+            else:
+                send(rounds.receive(report, now()))
+        return rounds.result
+    finally:
+        for task in exchanges.values():
+            task.cancel()
+        await asyncio.gather(*exchanges.values(), return_exceptions=True)
