@@ -281,6 +281,7 @@ WORKERS_RESTORE = [
 ]
 
 GUARDS = [
+    *_cases("barrier.session.renew", live.wait, NODE),
     *_cases("guard.freeze guard.drain guard.checkpoint guard.thaw", live.checkpoint, ANY, together=2),
     *_cases("guard.adopt", live.kill_guards, ANY),
     *_cases("guard.restore", live.move, ANY, restored=True),
@@ -288,10 +289,9 @@ GUARDS = [
     *_cases("guard.kill guard.ended", brief.stop, ANY),
 ]
 
-#: Here nodes fall silent or leases are renewed, so these are short.
+#: Here nodes fall silent, so the leases are short.
 SILENCE = [
-    *_cases("barrier.session.renew", live.wait, NODE),
-    *_cases("barrier.session.renew", live.wait, COORDINATOR),
+    *_cases("barrier.session.renew", live.wait),
     *_cases("guard.fence guard.lift", live.blackout, ANY),
     *_cases("job.bringup.fencing-placing", live.lose_node_while_fencing, restored=True),
     *_cases("job.ending.closing-fencing", brief.lose_node_at_the_end),

@@ -117,13 +117,17 @@ class Stage:
             assert time.monotonic() < deadline, f"nobody passed {failpoint}"
             time.sleep(0.02)
 
-    def until_served(self) -> None:
-        """A coordinator leads, and every node is live."""
+    def served(self, role: str) -> int:
+        """How many processes of this role have come so far as to serve."""
+        return self.cluster.log(role).count('"event": "serving"')
+
+    def until_served(self, role: str = "", times: int = 0) -> None:
+        """A coordinator leads, every node is live, and ``role`` has been `served` so many times."""
         deadline = time.monotonic() + PATIENCE
         while True:
             with contextlib.suppress(MoorageError):
                 live = {node.node for node in self.client.nodes() if node.live}
-                if live >= set(self.cluster.nodes):
+                if live >= set(self.cluster.nodes) and (not role or self.served(role) >= times):
                     return
             assert time.monotonic() < deadline, "not all nodes are live"
             time.sleep(0.1)

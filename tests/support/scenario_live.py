@@ -157,8 +157,9 @@ def restart_worker(stage: Stage) -> None:
 
 def end_idle_worker(stage: Stage) -> None:
     node = stage.idle_node()
+    served = stage.served(node)
     stage.cluster.restart(node)
-    stage.until_served()
+    stage.until_served(node, served + 1)
 
 
 def wait(stage: Stage) -> None:
