@@ -15,16 +15,16 @@ from moorage.nccl_quiesce.model import Call, Creation, Handle, Lane, Order, Phas
 class Gate:
     """Counts calls, holds them while it is closed, lets them go on by ticket.
 
-    A call takes `enter`, then `look`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with each ticket
+    A call takes `enter`, `look`, `settle`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with each ticket
     that an order admits, or that was held when the gate opens; ``thawed`` when what a drain order stops may
     go on.
 
     Invariants:
 
-    * Seen first: from `enter` on, before it has looked at the gate, a call is in the report: as inside until it has looked,
-      then as held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever
-      looked at the gate while it was open. (A library without locks counts at `enter` and takes off, in a report, what is
-      held and what has not looked.)
+    * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as inside until `settle`, then as
+      held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever looked
+      at the gate while it was open. (A library without locks counts at `enter`, and takes off in a report what is held
+      and what has not settled.)
     * While the gate is closed ``admitted`` grows only by `obey`.
     * `obey` carries out each round at most once, whatever is late, doubled or lost; an attempt that is over stays over.
     * Calls under stream capture never come here; destroys do not either, except to be seen (`destroy`).
@@ -58,11 +58,18 @@ class Gate:
         self.entering[call.ticket] = call
         return call.ticket
 
-    def look(self, ticket: int) -> bool:
-        """Whether the call may go on at once; otherwise it is held, and ``let_in`` will name it."""
+    def look(self) -> bool:
+        """Whether the gate is open just now. The thread may be interrupted before it acts on the answer."""
+        return self.phase == "open"
+
+    def settle(self, ticket: int, was_open: bool) -> bool:
+        """Act on the look: True: the call goes on, counted; False: it is held, and ``let_in`` will name it.
+
+        A gate that was closed is looked at again, in the same step that holds the call: it may have opened meanwhile.
+        """
         call = self.entering.pop(ticket)
         self.moves += 1
-        if self.phase == "open" or call.destroys:
+        if was_open or call.destroys or self.phase == "open":
             self._begin(call)
             return True
         self.held[ticket] = call

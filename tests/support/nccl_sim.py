@@ -47,6 +47,7 @@ class Program:
         self.loss = 0.0  #: share of control messages that are lost, and as many are doubled
         self.latency = 0.0002  #: seconds, mean of a control message
         self.meeting_destroys = False
+        self.disorder = 0  #: how many calls are not in the order
 
     @property
     def calls(self) -> int:
@@ -158,13 +159,16 @@ class World:
         self.now = 0.0
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.number = self.entered = self.attempts = self.events = 0
+        self.midway = 0  #: cuts that were not just the program's end
         self.log: list[tuple[Any, ...]] = []
         self.problems: list[str] = []
         self.make_cut, self.pace = cut, pace or Pace(again=20 * program.latency)
         self.instants = sorted(instants, reverse=True)
         self.rounds: Rounds | None = None
         self.tried: list[Rounds] = []
-        self.began: list[tuple[float, bool]] = []  #: per attempt: seconds until decided, whether counts were unequal
+        self.began: list[tuple[float, bool]] = []  #: per attempt: when it began, whether counts were unequal then
+        self.took: list[float] = []  #: per attempt: seconds until all gates were open again
+        self.rebuilding = False
         self.counts: dict[Lane, int] = defaultdict(int)
         self.matches: dict[tuple[Any, ...], Match] = {}
         self.connections: dict[tuple[Any, ...], tuple[set[int], list[Thread]]] = {}
@@ -260,7 +264,7 @@ class World:
                     return
             else:
                 assert kind == "stream waits"
-                if rank.gate.frozen:
+                if self.stops(rank):
                     thread.state = "stopped"
                     rank.gate.stopped += 1
                     return
@@ -268,6 +272,10 @@ class World:
             thread.at += 1
         thread.state = "ended"
         rank.gate.exited = rank.over()
+
+    def stops(self, rank: Rank) -> bool:
+        """Whether work for a stream must wait."""
+        return rank.gate.frozen
 
     def _wake(self, threads: list[Thread]) -> None:
         for thread in threads:
@@ -301,14 +309,31 @@ class World:
             self.instants.pop()
             self.later(self.random.random() * 3e-4, self.attempt)
         step = thread.steps[thread.at]
-        creates: tuple[Creation, ...] = step[1] if step[0] == "create" else ()
-        lanes = self.lanes_of(thread.parts[0]) if step[0] == "call" else {}
+        creates = self.creations_of(step) if step[0] == "create" else ()
+        lanes = self.lanes_of(thread) if thread.parts else {}
         thread.ticket = thread.rank.gate.enter(thread.number, lanes, creates, destroys=step[0] == "destroy")
         thread.rank.by_ticket[thread.ticket] = thread
         self.later(self.random.random() * 1e-5, self.look, thread)
 
+    def lanes_of(self, thread: Thread) -> dict[Lane, int]:
+        lanes: dict[Lane, int] = {}
+        for op in thread.parts[0]:
+            lanes[op.lane] = lanes.get(op.lane, 0) + 1
+        return lanes
+
+    def creations_of(self, step: Step) -> tuple[Creation, ...]:
+        creations: tuple[Creation, ...] = step[1]
+        return creations
+
     def look(self, thread: Thread) -> None:
-        if thread.rank.gate.look(thread.ticket):
+        was_open = thread.rank.gate.look()
+        if self.rounds is None:  # no order can come between
+            self.settle(thread, was_open)
+        else:
+            self.later(self.random.random() * 1e-5, self.settle, thread, was_open)
+
+    def settle(self, thread: Thread, was_open: bool) -> None:
+        if thread.rank.gate.settle(thread.ticket, was_open):
             self.begin(thread)
         else:
             thread.state = "held"
@@ -322,7 +347,7 @@ class World:
                 self.log.append(("create", thread.rank.number, creation.communicator))
                 came = self.creating[creation.communicator]
                 came[creation.member] = thread
-                if len(came) == self.true_size(creation):
+                if len(came) == creation.size:
                     self.sizes[creation.communicator] = len(came)
                     for other in dict.fromkeys(came.values()):
                         self.later(self.random.random() * 1e-3, self.created, other, other.life)
@@ -343,22 +368,19 @@ class World:
             else:
                 self.done(thread)
 
-    def true_size(self, creation: Creation) -> int:
-        return creation.size
-
     def created(self, thread: Thread, life: int) -> None:
         """NCCL is done with a creation: unless things stand still, the job gets its communicators."""
         if life != thread.life or thread.state not in ("inside", "created, frozen"):
             return
         creations = thread.steps[thread.at][1]
-        if any(len(self.creating[c.communicator]) < self.true_size(c) for c in creations):
+        if any(len(self.creating[c.communicator]) < c.size for c in creations):
             return
         if thread.rank.gate.frozen:
             thread.state = "created, frozen"
             return
         thread.state = "inside"
         for creation in creations:
-            self.log.append(("created", thread.rank.number, creation.communicator, self.true_size(creation)))
+            self.log.append(("created", thread.rank.number, creation.communicator, creation.size))
         self.done(thread)
 
     def done(self, thread: Thread) -> None:
@@ -488,13 +510,16 @@ class World:
                 self.later(delay, self._deliver, rounds, rank, order)
         if rounds.wake < 1e9:
             self.later(max(0.0, rounds.wake - self.now) + 1e-9, self._tick, rounds)
-        if isinstance(rounds.result, Accept) and not getattr(rounds, "rebuilding", False):
-            rounds.rebuilding = True  # type: ignore[attr-defined]
+        if isinstance(rounds.result, Accept) and not self.rebuilding:
             self.log.append(("accept",))
+            self.midway += any(thread.state != "ended" for rank in self.ranks for thread in rank.threads)
+            self.rebuilding = True
             self.teardown(rounds.result.plan)
             self.later(0.001, self.rebuilt, rounds)
         if rounds.released:
+            self.took.append(self.now - self.began[-1][0])
             self.rounds = None
+            self.rebuilding = False
 
     def _deliveries(self) -> list[float]:
         lot, latency = self.random.random, self.program.latency

@@ -76,7 +76,8 @@ class Builder:
             self.owner[rank, name] = thread
             told = tuple(ranks) if known else ()
             mine = [Creation(name, member, len(ranks), told) for member, at in enumerate(ranks) if at == rank]
-            self.add(rank, thread, ("create", tuple(mine)))
+            # The last: how many members the parent has, for those who count a shrink wrongly.
+            self.add(rank, thread, ("create", tuple(mine), len(self.members.get(parent, ()))))
         return name
 
     def collective(self, name: str, times: int = 1) -> None:
@@ -304,7 +305,9 @@ def disordered(seed: int, *, length: int = 4000) -> Program:
     for one in (pair, other):
         build.collective(one)
         build.exchange(one, [(0, 1)])
+    before = program.calls
     STYLES[rng.randrange(len(STYLES))](build, pair, other, length)
+    program.disorder = program.calls - before
     for _ in range(rng.randint(0, 30)):
         build.collective(name)
         build.compute(rng.randrange(ranks), 1e-4)

@@ -1,0 +1,81 @@
+"""One random program, cut at random instants, judged. What tests and the campaign run by the thousand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+
+from moorage.nccl_quiesce.cut import Cut, Settings
+from moorage.nccl_quiesce.model import Abort, Accept
+from tests.support.nccl_sim import World
+from tests.support.nccl_sim_programs import disordered, ordered
+
+DISORDERED = 10  #: one program in so many
+
+
+class Trial(msgspec.Struct, frozen=True):
+    """What came of one seed. ``problems``: empty when all is as it must be."""
+
+    seed: int
+    ordered: bool
+    problems: list[str]
+    cuts: int = 0
+    aborts: int = 0
+    unequal: int = 0  #: attempts whose counts were unequal when the gates began to close
+    midway: int = 0  #: cuts with work of the program still to come
+    slides: int = 0
+    admitted: int = 0
+    rounds: int = 0
+    events: int = 0
+    longest: float = 0.0  #: seconds of virtual time that the longest attempt took, rebuilding included
+
+
+def trial(
+    seed: int,
+    *,
+    world: type[World] = World,
+    cut: type[Cut] = Cut,
+    settings: Settings | None = None,
+    is_ordered: bool | None = None,
+) -> Trial:
+    """Run the program of ``seed``; everything follows from the seed alone."""
+    if is_ordered is None:
+        is_ordered = seed % DISORDERED != 0
+    rng = random.Random(f"instants {seed}")
+    if is_ordered:
+        program = ordered(seed)
+        instants = [rng.randrange(max(1, program.calls)) for _ in range(rng.choice((1, 1, 2)))]
+        settings = settings or Settings()
+    else:
+        program = disordered(seed, length=200)
+        # All others have at most come in: then some of these calls, far from all, have too.
+        instants = [program.calls - program.disorder + rng.randint(10, 100)]
+        settings = Settings(deadline=0.03)
+    make: Callable[[int], Cut] = lambda lot: cut(settings, seed=lot)  # noqa: E731
+    run = world(program, seed, instants, cut=make)
+    run.run()
+    problems = run.check()
+    results = run.results
+    for result in results:
+        if is_ordered and not isinstance(result, Accept):
+            problems.append(f"a program with the order was not cut: {result}")
+        if not is_ordered and not isinstance(result, Abort):
+            problems.append(f"a program without the order was cut: {result}")
+    if not results:
+        problems.append("no attempt was made")
+    return Trial(
+        seed=seed,
+        ordered=is_ordered,
+        problems=problems,
+        cuts=sum(isinstance(result, Accept) for result in results),
+        aborts=sum(isinstance(result, Abort) for result in results),
+        unequal=sum(unequal for _, unequal in run.began),
+        midway=run.midway,
+        slides=sum(rounds.slides for rounds in run.tried),
+        admitted=sum(rounds.admitted for rounds in run.tried),
+        rounds=sum(rounds.round for rounds in run.tried),
+        events=run.events,
+        longest=max(run.took, default=0.0),
+    )
