@@ -11,6 +11,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+# A build may run this with PYTHONSAFEPATH set, which leaves the script's own folder out of the path.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from header import Function, HeaderError, Version, functions, preprocess, untyped, versions
 
 KINDS = ("gated", "wait", "free")
