@@ -7,14 +7,30 @@ import sys
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from moorage import __version__
 from moorage.cli import checkpoints, cluster, jobs, launch
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
 
+
+class _ReaderGone(Exception):
+    """Whoever read our output went away."""
+
+
+class _Commands(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        # Left as it is, the parser would take it for a failure of the command and exit with 1.
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise _ReaderGone from error
+
+
 app = typer.Typer(
     name="moorage",
+    cls=_Commands,
     help="Freeze a running distributed job at one consistent instant, save it, and bring it back on other hardware.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -82,6 +98,7 @@ def main(arguments: list[str] | None = None) -> Any:
     try:
         # Not standalone: a mistake in the command line must end with moorage's own code, not with a job's (2).
         code = app(args=arguments, prog_name="moorage", standalone_mode=False)
+        sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except MoorageError as error:
         sys.stderr.write(f"moorage: {error.message}\n")
@@ -90,7 +107,7 @@ def main(arguments: list[str] | None = None) -> Any:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BrokenPipeError:
+    except (BrokenPipeError, _ReaderGone):
         # The reader of our output went away (`moorage events X | head`): nothing to say, and nowhere to say it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
