@@ -117,7 +117,7 @@ def nothing_runs(cluster: DevCluster, client: Client) -> None:
         (NotFound, "nowhere", "doctor --node nowhere"),
         (NotFound, "nowhere", "run --on nowhere -- true"),
         (NotFound, "job.yaml", "run -f job.yaml"),
-        (NoCapacity, "GPU", "run --gpus-per-pod 1 -- true"),
+        (Refused, "GPU", "run --gpus-per-pod 1 -- true"),
         (UsageError, "--pods", "run --pods 0 -- true"),
         (UsageError, "no command", "run"),
         (UsageError, "no/good", "run --name no/good -- true"),
@@ -157,9 +157,13 @@ def test_a_name_that_is_taken(shell: Shell, client: Client, tmp_path: Path) -> N
     assert job.status().phase == "stopped"
 
 
-def test_what_cannot_be_saved_is_named_and_the_job_runs_on(shell: Shell, client: Client, tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_named_and_the_job_runs_on(
+    cluster: DevCluster, shell: Shell, client: Client, tmp_path: Path
+) -> None:
+    first, second = cluster.nodes
     raw = "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)"
-    job = Counting(client, tmp_path, "raw", before=raw)
+    job = Counting(client, tmp_path, "raw", before=raw, nodes=[first])
+    assert f"may run on {first} only" in shell.refused(NoCapacity, "move", "raw", "--to", second)
     said = shell.refused(Refused, "checkpoint", "raw")
     assert "python" in said and "descriptor 3" in said and "use TCP or UDP" in said
     job.until_it_moves()
