@@ -9,9 +9,9 @@ import zstandard
 from moorage.store.chunker import PAGE
 
 LEVEL = 1
-_SAMPLE_PIECES = 3
-_SKIP_AFTER = 4  # samples in a row that said no
-_SKIP = 7  # chunks to pass over then, before the next sample
+_SAMPLE_PAGES = 3
+_DOUBT_AFTER = 4  # samples in a row that said no
+_MEASURED = 64 << 10  # bytes: less than this says little about speed
 
 
 def pays(ratio: float, store_rate: float, codec_rate: float) -> bool:
@@ -43,32 +43,26 @@ class Compressor:
         self._lanes = lanes
         self._zstd = zstandard.ZstdCompressor(level=LEVEL, write_checksum=False)
         self._refusals = 0
-        self._skip = 0
 
     def compress(self, data: memoryview) -> bytes | None:
         """``data`` compressed, or None where that does not pay."""
-        if self._skip:
-            self._skip -= 1
+        # Where sampling has often said no, one page has to look well before more are tried.
+        if self._refusals >= _DOUBT_AFTER and not self._sample(data, 1):
             return None
-        if not self._worth(data):
+        if not self._sample(data, _SAMPLE_PAGES):
             self._refusals += 1
-            if self._refusals >= _SKIP_AFTER:
-                self._skip = _SKIP
             return None
         self._refusals = 0
-        packed = self._timed(data)
+        before = time.monotonic()
+        packed = self._zstd.compress(data)
+        if len(data) >= _MEASURED:
+            self._codec.measured(len(data), time.monotonic() - before)
         return packed if len(packed) < len(data) * 0.95 else None
 
-    def _worth(self, data: memoryview) -> bool:
+    def _sample(self, data: memoryview, pages: int) -> bool:
         size = len(data)
-        if size > 2 * _SAMPLE_PIECES * PAGE:
-            step = (size - PAGE) // (_SAMPLE_PIECES - 1)
-            data = memoryview(b"".join(data[i * step : i * step + PAGE] for i in range(_SAMPLE_PIECES)))
-        return pays(len(self._timed(data)) / max(len(data), 1), self._store.value, self._codec.value * self._lanes)
-
-    def _timed(self, data: memoryview) -> bytes:
-        before = time.thread_time()
-        packed = self._zstd.compress(data)
-        if len(data) >= PAGE:
-            self._codec.measured(len(data), time.thread_time() - before)
-        return packed
+        if size > 2 * pages * PAGE:
+            step = size // pages
+            data = memoryview(b"".join(data[at : at + PAGE] for at in range(step // 2, size, step)))
+        ratio = len(self._zstd.compress(data)) / max(len(data), 1)
+        return pays(ratio, self._store.value, self._codec.value * self._lanes)

@@ -96,12 +96,13 @@ def test_compression_pays_where_the_store_is_slower(ratio: float, store: float, 
     assert pays(ratio, store, codec) is expected
 
 
-def test_what_does_not_compress_is_not_tried_every_time() -> None:
+def test_noise_is_left_plain_and_text_after_it_is_not() -> None:
     compressor = Compressor(Rate(50e6), Rate(500e6), 1)
     noise = memoryview(random.Random(1).randbytes(1 << 16))
     assert [compressor.compress(noise) for _ in range(20)] == [None] * 20
     text = memoryview(b"all work and no play " * 5000)
-    assert any(compressor.compress(text) for _ in range(20))
+    packed = compressor.compress(text)
+    assert packed is not None and len(packed) < len(text) / 10
 
 
 def filled(*pages: int) -> bytes:
