@@ -3,7 +3,8 @@
 The rules, each one a method, in the order in which they are tried:
 
 1. `Cut.owed`: a rank that is behind on a lane gets as many of its held calls on that lane as it is behind, no more.
-2. `Cut.pushed`: a rank that is behind and holds no such call gets one of its held calls, if that surely stands in the way.
+2. `Cut.pushed`: a rank that is behind and holds no such call gets one of its held calls, if that surely stands in the
+way.
 3. `Cut.slid`: when nothing has moved for a while, one held call in the whole job goes on.
 4. `Cut.accepted`: nobody behind, nobody inside, all streams dry: the cut.
 5. The deadline ends it.
@@ -33,7 +34,8 @@ from moorage.nccl_quiesce.picture import Held, Picture
 class Settings(msgspec.Struct, frozen=True):
     """Times in seconds.
 
-    ``patience``: nothing moves for so long: a stall, where a hint says who is waited for. ``growth``: without a hint also
+    ``patience``: nothing moves for so long: a stall, where a hint says who is waited for. ``growth``: without a hint
+    also
     this share of the time since the gates closed, so that a job with slow ranks outruns the slides in the end.
     ``doubt``: how many times longer than that when no operation waits whole, which hardly is a true stall.
     """
@@ -61,7 +63,8 @@ class Cut:
 
     Invariants:
 
-    * Safety: `Accept` only for reports of one drain round in which all lanes agree, no thread is inside (but for destroys
+    * Safety: `Accept` only for reports of one drain round in which all lanes agree, no thread is inside (but for
+    destroys
       and creations that no member has finished), and no stream has work. While gates are closed counts grow only by
       orders, and an order is given only when all reports to the last one are in; so reports taken at different instants
       are as good as one instant.
@@ -124,7 +127,8 @@ class Cut:
 
         The call that is missing will come from some thread. If the thread that used such a communicator last is held
         elsewhere, that call is in the way. If another thread did, and it is not held, it may be just coming: moving the
-        wrong thread takes the rank ahead elsewhere, its partners fall behind, and two ranks can push each other for ever.
+        wrong thread takes the rank ahead elsewhere, its partners fall behind, and two ranks can push each other for
+        ever.
         When all threads of the rank that use NCCL are held or inside, one of them must move.
         """
         snapshot = picture.snapshots[rank]
@@ -143,7 +147,8 @@ class Cut:
 
         In a true stall the held call that comes first in the program's order waits whole (`Picture.whole`): each of its
         partners stands at the gate as well, or would be waiting for something still earlier. So only such calls are
-        let in, the longest waiting first, and every other time one of a rank that a blocked descriptor points to, if any
+        let in, the longest waiting first, and every other time one of a rank that a blocked descriptor points to, if
+        any
         does. When none waits whole somebody is probably still running: after more patience any held call, those first
         whose communicators have nobody behind.
         """

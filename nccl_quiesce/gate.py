@@ -15,14 +15,17 @@ from moorage.nccl_quiesce.model import Call, Creation, Handle, Lane, Order, Phas
 class Gate:
     """Counts calls, holds them while it is closed, lets them go on by ticket.
 
-    A call takes `enter`, `look`, `settle`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with each ticket
+    A call takes `enter`, `look`, `settle`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with
+    each ticket
     that an order admits, or that was held when the gate opens; ``thawed`` when what a drain order stops may
     go on.
 
     Invariants:
 
-    * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as inside until `settle`, then as
-      held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever looked
+    * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as inside until `settle`,
+    then as
+      held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever
+      looked
       at the gate while it was open. (A library without locks counts at `enter`, and takes off in a report what is held
       and what has not settled.)
     * While the gate is closed ``admitted`` grows only by `obey`.

@@ -31,7 +31,8 @@ class Lane(NamedTuple):
 class Creation(msgspec.Struct, frozen=True):
     """One member's part in making a communicator (init, split, shrink, grow).
 
-    ``size``: how many members must take part. For a shrink these are the survivors only. ``ranks``: their ranks as far as
+    ``size``: how many members must take part. For a shrink these are the survivors only. ``ranks``: their ranks as
+    far as
     this process knows them (split, shrink and grow know their parent's); may be empty.
     """
 
@@ -44,7 +45,8 @@ class Creation(msgspec.Struct, frozen=True):
 class Call(msgspec.Struct, frozen=True):
     """One call that the gate treats as a whole: an operation, an outermost group, the launch of a graph, a creation.
 
-    ``ticket``: unique in its process, ascending in the order of entry, so also in the order of counting. ``thread``: the
+    ``ticket``: unique in its process, ascending in the order of entry, so also in the order of counting. ``thread``:
+    the
     calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such a call
     passes every gate.
     """
@@ -68,12 +70,16 @@ class Handle(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True):
     """What one process reports in a round, taken at one instant after it obeyed the order of that round.
 
-    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that have entered
-    and are neither held nor back, also those that have not looked at the gate yet (not counted so far). ``handles``: all members of this process, with those that
+    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that have
+    entered
+    and are neither held nor back, also those that have not looked at the gate yet (not counted so far). ``handles``:
+    all members of this process, with those that
     are gone (their counts stay). ``users``: for each communicator the thread that used it last. ``threads``: how many
     living threads have ever called NCCL. ``waits_for``: ranks that a blocked descriptor of a thread outside points to.
-    ``moves``: a number that changes whenever anything of this report changes. ``undrained``: names of streams that still
-    have work; filled only in answer to a drain order. ``stopped``: a thread waits to submit work because of that order. ``exited``: the process ended well, and its counts are final.
+    ``moves``: a number that changes whenever anything of this report changes. ``undrained``: names of streams that
+    still
+    have work; filled only in answer to a drain order. ``stopped``: a thread waits to submit work because of that
+    order. ``exited``: the process ended well, and its counts are final.
     """
 
     attempt: int
@@ -125,7 +131,8 @@ class Short(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """What follows an accepted cut. All names sorted, so every process works in the same order.
 
-    ``rebuild``: communicators that all members have, destroyed at once and made anew in this order. ``again``: creations
+    ``rebuild``: communicators that all members have, destroyed at once and made anew in this order. ``again``:
+    creations
     that no member has finished; they are taken back and issued again under fresh ids when the gates open. ``widowed``:
     communicators that some members have destroyed and others not; they are not rebuilt, and their handles answer
     queries, destroy and abort only.
@@ -152,7 +159,8 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Back from draining to cutting: a creation came through at some of its members while the order was on its way, or a
+    """Back from draining to cutting: a creation came through at some of its members while the order was on its way,
+    or a
     stream waits for a thread that the drain order stops."""
 
 

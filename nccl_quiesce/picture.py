@@ -30,7 +30,8 @@ class Picture:
         self.behind = self._behind()
 
     def counted(self, snapshot: Snapshot) -> Mapping[Lane, int]:
-        """What of a report raises needs: what was let in. What is held does not, or no gate would ever hold anything."""
+        """What of a report raises needs: what was let in. What is held does not, or no gate would ever hold
+        anything."""
         return snapshot.admitted
 
     # ---- who is behind
@@ -38,7 +39,8 @@ class Picture:
     def need(self) -> Iterator[tuple[Lane, int]]:
         """Every lane that something was issued for, with the count that its communicator or its partner needs.
 
-        Collectives: the largest count among all members. Sends from i to j and receives at j from i: the larger of both.
+        Collectives: the largest count among all members. Sends from i to j and receives at j from i: the larger of
+        both.
         """
         largest: dict[str, int] = {}
         for lane, count in self.counts.items():

@@ -38,7 +38,8 @@ class Pace(msgspec.Struct, frozen=True):
 class Rounds:
     """One attempt to cut one job, without I/O.
 
-    Each method takes the time and returns what is to be sent. A round is over when every rank has reported to its order;
+    Each method takes the time and returns what is to be sent. A round is over when every rank has reported to its
+    order;
     only then is the next one decided, from these reports alone. Hence:
 
     * A doubled or late report changes nothing: the first one of the current round counts.
@@ -46,7 +47,8 @@ class Rounds:
     * Orders in flight are always of one round, so a decision never meets reports from before an order it has given.
     * Whatever happens, at the deadline there is a decision, also when ranks do not answer at all.
 
-    ``result`` is None until the attempt is decided. After `Accept` the gates stay closed until `release`; after `Abort` they
+    ``result`` is None until the attempt is decided. After `Accept` the gates stay closed until `release`; after
+    `Abort` they
     are told to open at once, again and again until all have confirmed (``released``).
     """
 
