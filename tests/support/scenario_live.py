@@ -119,26 +119,6 @@ def lose_node_while_fencing(stage: Stage) -> None:
             stage.until_served()
 
 
-def lose_pod(stage: Stage) -> None:
-    """A pod dies: the job goes back to its newest checkpoint."""
-    stage.job.job.checkpoint()  # so that it does not fail three times in a row with nothing new
-    before = stage.job.job.status().incarnation
-    stage.lose_pod(stage.job)
-    stage.until(lambda job: job.incarnation > before and job.phase == "running")
-
-
-def late_outcome(stage: Stage) -> None:
-    """No coordinator for the whole time of an attempt: the workers end it themselves, and the pods run."""
-    with stage.armed("coordinator.order.seal.before", STALL, "coordinator"):
-        under_way = stage.beside(stage.job.job.checkpoint)
-        stage.until_passed("coordinator.order.seal.before")
-        stage.cluster.stop("coordinator")
-        stage.moves()
-        stage.cluster.start("coordinator")
-        with contextlib.suppress(MoorageError):
-            under_way.result()
-
-
 def restart_coordinator(stage: Stage) -> None:
     stage.cluster.kill("coordinator")
     stage.until_all_passed()
