@@ -1,11 +1,14 @@
-"""A job in virtual time: simulated ranks with threads, streams and a fake NCCL whose operations truly wait for partners.
+"""A job in virtual time: simulated ranks with threads, streams and a fake NCCL whose operations truly wait for
+partners.
 
-Deterministic (one seed, one heap of events) and without a clock: a wrong cut is not a wrong value but a hang, or an entry
+Deterministic (one seed, one heap of events) and without a clock: a wrong cut is not a wrong value but a hang, or an
+entry
 in the log that `judge` finds. What the fake does as NCCL does:
 
 * an operation starts when all its parts stand at the head of their streams, and until then blocks these streams;
 * the first collective of a communicator and the first message between two members block the caller until all came;
-* a full launch queue blocks the caller; a creation blocks until all members came; so does a destroy, if the program says;
+* a full launch queue blocks the caller; a creation blocks until all members came; so does a destroy, if the program
+says;
 * a group is launched as a whole at its end.
 
 After a cut every communicator is made anew: counts, connections and streams of the fake begin again.
@@ -146,6 +149,8 @@ class Rank:
 class World:
     """One run. ``instants``: numbers of calls after which an attempt begins. Overridden in part by the mutations."""
 
+    gate: type[Gate] = Gate
+
     def __init__(
         self,
         program: Program,
@@ -189,7 +194,7 @@ class World:
             self.later(0.0, self.step, thread)
 
     def make_gate(self, number: int, let_in: Callable[[int], None], thawed: Callable[[], None]) -> Gate:
-        return Gate(number, let_in, thawed)
+        return self.gate(number, let_in, thawed)
 
     # ---- time
 
@@ -296,12 +301,6 @@ class World:
         return False
 
     # ---- a call: enter, look, begin, done
-
-    def lanes_of(self, ops: tuple[Op, ...]) -> dict[Lane, int]:
-        lanes: dict[Lane, int] = {}
-        for op in ops:
-            lanes[op.lane] = lanes.get(op.lane, 0) + 1
-        return lanes
 
     def enter(self, thread: Thread) -> None:
         self.entered += 1

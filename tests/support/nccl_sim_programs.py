@@ -12,7 +12,8 @@ from tests.support.nccl_sim import Op, Program, Step
 class Builder:
     """Writes a program operation by operation: each one is put down at all its members before the next one begins.
 
-    So the order of writing is the order that the cut asks for. Messages between threads are posted before they are waited
+    So the order of writing is the order that the cut asks for. Messages between threads are posted before they are
+    waited
     for. Where a communicator passes from one thread of a rank to another, a message between the two keeps the order.
     """
 
@@ -284,7 +285,8 @@ def _exchange(build: Builder, name: str, number: int) -> None:
 def disordered(seed: int, *, length: int = 4000) -> Program:
     """A program without the order: from early on until its last but one operation some rank is always ahead.
 
-    Some random operations of other ranks and threads run beside it. The first thread of ranks 0 and 1 does nothing else.
+    Some random operations of other ranks and threads run beside it. The first thread of ranks 0 and 1 does nothing
+    else.
     """
     rng = random.Random(seed)
     ranks = rng.randint(2, 8)
