@@ -55,8 +55,11 @@ class Backend(Protocol):
     def settle_seconds(self) -> float:
         """For how long another host's listing may be stale (0 for a local file system)."""
 
-    def put(self, name: str, data: Data) -> bool:
-        """Create ``name`` with ``data``, whole or not at all, durable on return. False: the name exists already."""
+    def put(self, name: str, data: Data, *, durable: bool = True) -> bool:
+        """Create ``name`` with ``data``, whole or not at all. False: the name exists already.
+
+        ``durable``: it survives a loss of power once this has returned.
+        """
 
     def create(self, name: str) -> Sink:
         """Start a pack at its final name. Raises `Conflict` if the name exists."""

@@ -99,7 +99,8 @@ class FileLeases:
     def acquire(self, role: Role, label: str, roots: Sequence[str] = ()) -> _FileLease:
         info = LeaseInfo(id=new_lease_id(), role=role, label=label, host=socket.gethostname(), roots=list(roots))
         lease = _FileLease(info, self._release)
-        if not self._backend.put(_name(info.id), msgspec.json.encode(info)):
+        # Not durable: after a loss of power its holder is gone as well.
+        if not self._backend.put(_name(info.id), msgspec.json.encode(info), durable=False):
             raise Unavailable(f"lease {info.id} exists already", "try again")
         with self._lock:
             self._held[info.id] = lease

@@ -26,6 +26,7 @@ _MOST_RECIPES = 200_000  # in each of two generations; about 1 KiB each
 _COARSE = 16  # pages that are compared at once
 
 Recipe = tuple[Chunk, ...]
+Ends = tuple[bytes, bytes]
 
 
 class Patch(NamedTuple):
@@ -51,22 +52,29 @@ class Patcher:
         found = self._recipes.get(name)
         return self._older.get(name) if found is None else found
 
-    def learn(self, name: bytes, data: memoryview, recipe: Recipe) -> None:
-        """Remember the chunk ``name``, which consists of whole pages but for a file's end."""
-        if name in self._recipes:
-            return
+    def ends(self, data: memoryview) -> Ends:
+        """What ``data``, whole pages, begins and ends like."""
+        first, last = data[:PAGE], data[-PAGE:]
+        return self._key.chunk_name(first)[:8] + b"<", self._key.chunk_name(last)[:8] + b">"
+
+    def learn(self, name: bytes, ends: Ends, recipe: Recipe) -> None:
+        """Remember the chunk ``name``."""
         if len(self._recipes) >= _MOST_RECIPES:
             self._older, self._recipes = self._recipes, {}
             self._older_anchors, self._anchors = self._anchors, {}
         self._recipes[name] = recipe
-        for anchor in self._ends(data):
+        for anchor in ends:
             self._anchors[anchor] = name
 
     def match(
-        self, data: memoryview, usable: Callable[[Recipe], bool], load: Callable[[Recipe], bytearray | None]
+        self,
+        data: memoryview,
+        ends: Ends,
+        usable: Callable[[Recipe], bool],
+        load: Callable[[Recipe], bytearray | None],
     ) -> Patch | None:
         """The best base for ``data``. ``load`` returns a recipe's bytes as they are stored, or None."""
-        for at_end, anchor in enumerate(self._ends(data)):
+        for at_end, anchor in enumerate(ends):
             name = self._anchors.get(anchor) or self._older_anchors.get(anchor)
             recipe = self.recipe(name) if name else None
             if recipe is None or not usable(recipe):
@@ -79,10 +87,6 @@ class Patcher:
             if sum(stop - start for start, stop in changed) <= (1 - LEAST_SHARED) * len(data):
                 return Patch(recipe, shift, changed)
         return None
-
-    def _ends(self, data: memoryview) -> tuple[bytes, bytes]:
-        first, last = data[:PAGE], data[-PAGE:]
-        return self._key.chunk_name(first)[:8] + b"<", self._key.chunk_name(last)[:8] + b">"
 
 
 def compact(recipe: Recipe) -> bool:

@@ -125,7 +125,7 @@ class PosixBackend:
                 (self.root / folder).mkdir(mode=0o700, exist_ok=True)
             _sync_folder(self.root)
 
-    def put(self, name: str, data: Data) -> bool:
+    def put(self, name: str, data: Data, *, durable: bool = True) -> bool:
         path = self.root / name
         temporary = self.root / "tmp" / secrets.token_hex(16)
         with translated(str(path)):
@@ -135,10 +135,14 @@ class PosixBackend:
                 fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 try:
                     write_all(fd, [data])
-                    os.fsync(fd)
+                    if durable:
+                        os.fsync(fd)
                 finally:
                     os.close(fd)
-                return self._link(temporary, path)
+                made = self._link(temporary, path)
+                if made and durable:
+                    _sync_folder(path.parent)
+                return made
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     temporary.unlink()
@@ -157,7 +161,6 @@ class PosixBackend:
                     f"{self.root}: the file system has no hard links", "choose a store on another file system"
                 ) from error
             raise
-        _sync_folder(path.parent)
         return True
 
     def create(self, name: str) -> PosixSink:

@@ -77,6 +77,9 @@ class Reader:
         made: list[Path] = []
         try:
             batches = list(_batches(_prepared(files, made)))
+            if len(batches) == 1:  # small: not worth a thread
+                self._fetch(batches[0])
+                return
             with ThreadPoolExecutor(threads, thread_name_prefix="store-read") as pool:
                 futures = [pool.submit(self._fetch, batch) for batch in batches]
                 done, rest = wait(futures, return_when=FIRST_EXCEPTION)

@@ -284,23 +284,26 @@ class Writer:
         """The references that stand for ``data``; stores what the store does not have."""
         name = self._key.chunk_name(data)
         size = len(data)
-        coarse = size >= _COARSE and size % chunker.PAGE == 0
-        if coarse and not self._known(name) and (parts := self._patched(lane, name, data, kind)) is not None:
-            return parts
-        stored = self._put(lane, name, data)
-        self._count(kind, size, 0 if stored else size, True, stored)
-        whole = Chunk(name, size)
-        if coarse:
-            self._patcher.learn(name, data, (whole,))
-        return [whole]
-
-    def _patched(self, lane: Lane, name: bytes, data: memoryview, kind: str) -> list[Chunk] | None:
-        """``data`` put together from what is stored and a chunk of what is not; None: nothing like it is stored."""
+        if size < _COARSE or size % chunker.PAGE:
+            stored = self._put(lane, name, data)
+            self._count(kind, size, 0 if stored else size, True, stored)
+            return [Chunk(name, size)]
         recipe = self._patcher.recipe(name)
         if recipe is not None and self._usable(recipe):
-            self._count(kind, len(data), len(data), True, 0)
+            self._count(kind, size, size, True, 0)
             return list(recipe)
-        found = self._patcher.match(data, self._extendable, lambda recipe: self._load(lane, recipe))
+        ends = self._patcher.ends(data)
+        parts = None if self._known(name) else self._patched(lane, ends, data, kind)
+        if parts is None:
+            stored = self._put(lane, name, data)
+            self._count(kind, size, 0 if stored else size, True, stored)
+            parts = [Chunk(name, size)]
+        self._patcher.learn(name, ends, tuple(parts))
+        return parts
+
+    def _patched(self, lane: Lane, ends: patch.Ends, data: memoryview, kind: str) -> list[Chunk] | None:
+        """``data`` put together from what is stored and a chunk of what is not; None: nothing like it is stored."""
+        found = self._patcher.match(data, ends, self._extendable, lambda recipe: self._load(lane, recipe))
         if found is None:
             return None
         changed = b"".join(data[start:stop] for start, stop in found.changed)
@@ -309,12 +312,9 @@ class Writer:
             new = self._key.chunk_name(changed)
             stored = self._put(lane, new, changed)
             self._count(kind, len(data), len(data) - (len(changed) if stored else 0), True, stored)
-            parts = patch.assemble(len(data), found, Chunk(new, len(changed)))
-        else:
-            self._count(kind, len(data), len(data), True, 0)
-            parts = patch.assemble(len(data), found, None)
-        self._patcher.learn(name, data, tuple(parts))
-        return parts
+            return patch.assemble(len(data), found, Chunk(new, len(changed)))
+        self._count(kind, len(data), len(data), True, 0)
+        return patch.assemble(len(data), found, None)
 
     def _known(self, name: bytes) -> bool:
         return self._index.reusable(name) or name in self._mine

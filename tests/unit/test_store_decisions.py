@@ -136,10 +136,11 @@ def test_a_patch_puts_the_chunk_together_again(base: list[int], new: list[int], 
 def test_a_chunk_is_compared_with_what_begins_or_ends_like_it() -> None:
     patcher = Patcher(StoreKey(bytes(32)))
     base = filled(*range(20))
-    patcher.learn(b"base", memoryview(base), (Chunk(b"base", len(base)),))
+    patcher.learn(b"base", patcher.ends(memoryview(base)), (Chunk(b"base", len(base)),))
 
     def match(data: bytes, usable: bool = True) -> Patch | None:
-        return patcher.match(memoryview(data), lambda _: usable, lambda _: bytearray(base))
+        view = memoryview(data)
+        return patcher.match(view, patcher.ends(view), lambda _: usable, lambda _: bytearray(base))
 
     same_start = match(filled(*range(10), 77, *range(11, 18), 78))
     assert same_start is not None and same_start.changed == [(10 * PAGE, 11 * PAGE), (18 * PAGE, 19 * PAGE)]

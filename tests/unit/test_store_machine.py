@@ -136,9 +136,9 @@ class HostBackend(PosixBackend):
         with contextlib.suppress(FileNotFoundError):  # a pack that prune took from an expired writer
             os.utime(self.root / name, (time, time))
 
-    def put(self, name: str, data: Data) -> bool:
+    def put(self, name: str, data: Data, *, durable: bool = True) -> bool:
         self.step()
-        made = super().put(name, data)
+        made = super().put(name, data, durable=durable)
         if made:
             self.stamp(name)
         return made
