@@ -57,7 +57,9 @@ def _mounts() -> set[str]:
 def _cgroups() -> set[str]:
     found = set()
     for root in sweep.hierarchies():
-        found |= {f"cgroup {path}" for path in root.glob("moorage*/**/") if path.is_dir()}
+        for group in root.iterdir():
+            if group.name.startswith("moorage"):
+                found |= {f"cgroup {path}" for path in sweep.tree(group)}
     return found
 
 

@@ -195,9 +195,15 @@ def find(name: str) -> Cluster:
 
 def names() -> list[str]:
     """The clusters of this machine, by name."""
-    found = {path.name for path in RUN_FOLDER.glob("*") if path.is_symlink() and path.name != "client.toml"}
-    found |= {path.parent.name for path in DEFAULT_FOLDER.glob("*/cluster.json")}
+    links = [path.name for path in _entries(RUN_FOLDER) if path.is_symlink() and path.name != "client.toml"]
+    folders = [path.name for path in _entries(DEFAULT_FOLDER) if (path / "cluster.json").exists()]
+    found = {*links, *folders}
     return sorted(found)
+
+
+def _entries(folder: Path) -> list[Path]:
+    # Not glob: it fails when another cluster's folder is removed while it looks.
+    return list(folder.iterdir()) if folder.exists() else []
 
 
 @contextlib.contextmanager

@@ -52,11 +52,16 @@ def cgroups_of(cluster: Cluster, node: Node) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
+def tree(group: Path) -> list[Path]:
+    """A cgroup and all in it, the innermost first. One that is removed meanwhile is no error, as it is to glob."""
+    return [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
+
+
 def _members(group: Path) -> set[int]:
     found: set[int] = set()
-    for file in group.rglob("cgroup.procs"):
+    for folder in tree(group):
         with contextlib.suppress(OSError):  # removed meanwhile, or a threaded one of version 2
-            found |= {int(pid) for pid in file.read_text().split()}
+            found |= {int(pid) for pid in (folder / "cgroup.procs").read_text().split()}
     return found
 
 
@@ -70,7 +75,7 @@ def hierarchies() -> list[Path]:
 def remove_cgroups(groups: Iterable[Path]) -> None:
     """Remove cgroups in which nothing runs any more, with those in them, and the cluster's after its last node."""
     for group in groups:
-        for folder in sorted([group, *(path for path in group.rglob("*") if path.is_dir())], reverse=True):
+        for folder in tree(group):
             with contextlib.suppress(FileNotFoundError):
                 folder.rmdir()
         with contextlib.suppress(OSError):  # another node has one there
