@@ -139,6 +139,30 @@ def test_a_lock_is_held_by_one_at_a_time(tmp_path: Path, monkeypatch: pytest.Mon
     other.join()
 
 
+def test_a_lock_whose_file_was_removed_by_its_holder_is_still_held_by_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "RUN_FOLDER", tmp_path)
+    inside: list[int] = []
+    overlaps: list[int] = []
+
+    def take(number: int) -> None:
+        for _ in range(50):
+            with layout.locked("name"):
+                inside.append(number)
+                overlaps.extend(inside[1:])
+                layout.remove_lock("name")
+                inside.remove(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == []
+    assert list((tmp_path / "locks").iterdir()) == []
+
+
 def test_cluster_ids_are_short_and_stable() -> None:
     assert cluster_id("dev") == cluster_id("dev") != cluster_id("dev2")
     assert len(cluster_id("dev")) == 6

@@ -180,8 +180,10 @@ def down(name: str = "dev", *, progress: Progress = _quiet) -> bool:
             cluster = layout.read(folder)
         except NotFound:
             (RUN_FOLDER / name).unlink(missing_ok=True)
+            layout.remove_lock(name)
             return False
         _remove(cluster, progress, keep_logs=False)
+        layout.remove_lock(name)
     return True
 
 

@@ -209,15 +209,27 @@ def _entries(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
     """Hold a lock of this machine (``name``: a cluster's, or `MACHINE`); waits for it. Freed when the process dies."""
-    folder = RUN_FOLDER / "locks"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # The file stays: removing a lock file lets two holders in.
-    descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    path = _lock_path(name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # The one before may have removed the file: then somebody else may hold a lock on a new one.
+            if os.fstat(descriptor).st_nlink:
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def remove_lock(name: str) -> None:
+    """Remove the file of a lock that the caller holds."""
+    _lock_path(name).unlink(missing_ok=True)
+
+
+def _lock_path(name: str) -> Path:
+    return RUN_FOLDER / "locks" / name
 
 
 #: The lock under which networks, ports and the machine's settings are chosen. No cluster can have this name.
