@@ -151,8 +151,8 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_still_held_by_one_at_a_t
             with layout.locked("name"):
                 inside.append(number)
                 overlaps.extend(inside[1:])
-                layout.remove_lock("name")
                 inside.remove(number)
+                layout.remove_lock("name")  # last: from here on another may come in
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
     for thread in threads:

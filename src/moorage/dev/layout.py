@@ -224,7 +224,7 @@ def locked(name: str) -> Iterator[None]:
 
 
 def remove_lock(name: str) -> None:
-    """Remove the file of a lock that the caller holds."""
+    """Remove the file of a lock that the caller holds, as the last thing under it: another may take it from here on."""
     _lock_path(name).unlink(missing_ok=True)
 
 
