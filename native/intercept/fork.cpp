@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "captures.h"
 #include "control.h"
 #include "driver.h"
 #include "gate.h"
@@ -140,6 +141,7 @@ void after_in_parent() { control::after_fork_in_parent(); }
 void after_in_child() {
   const bool used = driver::initialised();
   gate::after_fork_in_child(used || gate::now() == Level::Forked);
+  captures::after_fork_in_child();
   control::after_fork_in_child();
   if (used) drop_driver();
 }

@@ -176,6 +176,16 @@ bool wait_until_quiet(std::int64_t deadline_ns, const std::atomic<bool>& cancell
   }
 }
 
+bool wait_for_change(std::int64_t deadline_ns, bool (*condition)()) {
+  for (;;) {
+    const std::uint32_t seen = changes.load(std::memory_order_seq_cst);
+    if (condition()) return true;
+    const std::int64_t left_ns = deadline_ns - boottime_ns();
+    if (left_ns <= 0) return false;
+    futex_wait(changes, seen, left_ns);
+  }
+}
+
 std::vector<Busy> busy() {
   std::vector<Busy> found;
   const Level at = now();

@@ -60,7 +60,9 @@ void set(Level next);
 // Wait until no thread is inside the driver at this level, those aside that only wait there. False at the deadline
 // (CLOCK_BOOTTIME, ns), or when `cancelled` has become true.
 bool wait_until_quiet(std::int64_t deadline_ns, const std::atomic<bool>& cancelled);
-// Wake wait_until_quiet to look again.
+// Wait until `condition`, which is looked at after every changed(). False at the deadline.
+bool wait_for_change(std::int64_t deadline_ns, bool (*condition)());
+// Wake them to look again.
 void changed();
 
 // The threads inside that do more than wait. For reports.

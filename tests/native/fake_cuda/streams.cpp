@@ -13,8 +13,8 @@ namespace {
 
 // Never destroyed: a process may end while its streams are busy, and a forked child has no threads to join.
 std::mutex& mutex = *new std::mutex;
-auto& streams = *new std::map<CUstream, std::unique_ptr<Stream>>;
-auto& legacy = *new std::unique_ptr<Stream>;
+auto& streams = *new std::map<CUstream, std::shared_ptr<Stream>>;
+auto& legacy = *new std::shared_ptr<Stream>;
 thread_local CUstream own_default = nullptr;  // the thread's default stream, in `streams` as any other
 
 struct Event {
@@ -32,7 +32,7 @@ auto& kernels = *new std::map<std::string, Function>;
 using Graph = std::vector<Node>;
 
 Stream& made(CUstream& handle, Context* context) {
-  auto stream = std::make_unique<Stream>(context);
+  auto stream = std::make_shared<Stream>(context);
   handle = reinterpret_cast<CUstream>(stream.get());
   return *(streams[handle] = std::move(stream));
 }
@@ -84,7 +84,7 @@ bool Stream::idle() {
 Stream* stream_of(CUstream handle) {
   const std::lock_guard lock(mutex);
   if (handle == nullptr || handle == CU_STREAM_LEGACY) {
-    if (!legacy) legacy = std::make_unique<Stream>(nullptr);
+    if (!legacy) legacy = std::make_shared<Stream>(nullptr);
     return legacy.get();
   }
   if (handle == CU_STREAM_PER_THREAD) {
@@ -112,22 +112,23 @@ CUresult submit(CUstream handle, std::function<void()> work) {
 }
 
 namespace {
-std::vector<Stream*> all_streams() {
+// Shared: one may be destroyed by its thread while another waits for it.
+std::vector<std::shared_ptr<Stream>> all_streams() {
   const std::lock_guard lock(mutex);
-  std::vector<Stream*> all;
-  for (auto& [handle, stream] : streams) all.push_back(stream.get());
-  if (legacy) all.push_back(legacy.get());
+  std::vector<std::shared_ptr<Stream>> all;
+  for (auto& [handle, stream] : streams) all.push_back(stream);
+  if (legacy) all.push_back(legacy);
   return all;
 }
 }  // namespace
 
 bool any_busy() {
   const auto all = all_streams();
-  return std::any_of(all.begin(), all.end(), [](Stream* stream) { return !stream->idle(); });
+  return std::any_of(all.begin(), all.end(), [](const auto& stream) { return !stream->idle(); });
 }
 
 CUresult drain_context() {
-  for (Stream* stream : all_streams()) {
+  for (const auto& stream : all_streams()) {
     {
       const std::lock_guard lock(stream->mutex);
       if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -154,7 +155,7 @@ FAKE CUresult cuStreamDestroy_v2(CUstream handle) {
   Stream* stream = stream_of(handle);
   if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
   stream->drain();
-  std::unique_ptr<Stream> gone;
+  std::shared_ptr<Stream> gone;
   const std::lock_guard lock(fake::mutex);
   gone = std::move(streams[handle]);
   streams.erase(handle);
@@ -233,9 +234,7 @@ FAKE CUresult cuModuleLoadData(CUmodule* module, const void*) {
 }
 FAKE CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* name) {
   const std::lock_guard lock(fake::mutex);
-  Function& entry = kernels[name];
-  entry.name = name;
-  *function = reinterpret_cast<CUfunction>(&entry);
+  *function = reinterpret_cast<CUfunction>(&kernels.try_emplace(name, Function{name}).first->second);
   return usable();
 }
 

@@ -1,0 +1,126 @@
+// Device memory that the proxy manages: blocks of physical memory whose descriptors the broker keeps, and where they are
+// mapped. Addresses never change; physical memory can go (evict) and come back (adopt, map).
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "cuda_api.h"
+#include "wire.h"
+
+namespace moorage::bulk {
+
+inline constexpr std::size_t kBulkMin = std::size_t{2} << 20U;
+
+struct Block {
+  std::uint64_t id = 0;
+  std::size_t size = 0;
+  int device = 0;
+  CUmemGenericAllocationHandle real = 0;  // one reference of our own, while resident
+  bool resident = true;
+  bool exportable = true;  // made in this process since the last restore; an imported handle cannot be exported
+  bool announced = false;
+  bool rdma = false;
+  bool by_handle = false;                // cuMemCreate
+  unsigned asked_handles = 0;            // the handle types that the job asked for
+  unsigned references = 0;               // that the job holds
+  unsigned mappings = 0;
+  std::uint64_t owner = 0;  // process and id of the maker; our own but for what was imported
+  std::uint64_t owner_id = 0;
+};
+
+struct Mapping {
+  std::size_t size = 0;
+  std::size_t offset = 0;
+  std::shared_ptr<Block> block;
+  std::vector<CUmemAccessDesc> access;
+  bool mapped = true;
+  // The rest only for what cuMemAlloc or cuIpcOpenMemHandle answered; then the address range is ours, too.
+  bool own = false;
+  std::size_t asked = 0;  // bytes that the job asked for
+  CUcontext context = nullptr;
+  unsigned ipc_opens = 0;  // times opened; 0: it was allocated here
+};
+
+// Something that a checkpoint cannot hold.
+struct Refusal {
+  std::string api;
+  std::uint64_t address;
+  std::uint64_t size;
+};
+
+struct State {
+  std::mutex mutex;
+  std::map<CUdeviceptr, Mapping> mappings;  // by address
+  std::unordered_map<std::uint64_t, std::shared_ptr<Block>> blocks;
+  std::vector<std::uint64_t> fresh;     // to announce
+  std::vector<std::uint64_t> forgotten;  // announced, and gone
+  std::vector<CUdeviceptr> zombies;      // freed by the job while a stream capture forbade to wait
+  std::vector<std::pair<int, CUcontext>> peers;  // device .first may use what belongs to .second
+  std::vector<Refusal> refusals;
+  std::uint64_t next = 1;
+  bool evicted = false;
+};
+// Never destroyed: threads may call while the process ends.
+State& state();
+
+// ---- for hooks. With the lock held unless said otherwise
+
+// The job's handle for a block, told apart from the driver's by its upper bits.
+CUmemGenericAllocationHandle handle_of(const Block& block);
+std::shared_ptr<Block> block_of(State& all, CUmemGenericAllocationHandle handle);
+std::map<CUdeviceptr, Mapping>::iterator covering(State& all, CUdeviceptr address);
+std::shared_ptr<Block> add_block(State& all, CUmemGenericAllocationHandle real, std::size_t size, int device);
+void drop_if_unused(State& all, const std::shared_ptr<Block>& block);
+void refuse(State& all, const char* api, std::uint64_t address, std::uint64_t size);
+void settle(State& all, const char* api, std::uint64_t address);
+
+// Take an address range, map the block there and give `device` and its peers access. Without the lock; enters nothing.
+CUresult map_somewhere(const Block& block, CUdeviceptr* address, std::vector<CUmemAccessDesc>& access);
+// Unmap and free a range that is ours. Without the lock; the mapping is out of the table already.
+void unmap_own(CUdeviceptr address, const Mapping& mapping);
+// Wait for the work of a context. Without the lock.
+CUresult wait_for(CUcontext context);
+// Free what could not be freed while a stream was captured. Without the lock.
+void bury();
+
+bool manages(std::size_t size);
+std::size_t granularity(int device);
+std::size_t rounded(std::size_t size, int device);
+// Does this device have what bulk memory needs? Remembered.
+bool supported(int device);
+bool rdma_supported(int device);
+
+// ---- for others
+
+// A context is gone: so is what was allocated in it.
+void context_ended(CUcontext context);
+
+struct Totals {
+  std::uint32_t blocks = 0;
+  std::uint64_t bytes = 0;
+  bool evicted = false;
+};
+Totals totals();
+
+// What the broker is to be told next. `fd` is the receiver's, or -1. False: nothing more.
+bool next_fresh(wire::Memory& memory, int& fd);
+bool next_forgotten(std::uint64_t& id);
+// A new connection: everything is to be told again.
+void announce_all();
+
+// For the control thread, with the gate sealed. `why` is set on failure, and nothing has changed then (evict).
+CUresult evict(Totals& done, std::string& why);
+CUresult adopt(std::uint64_t id, int fd);  // takes the descriptor
+// Map all that is adopted. kIncomplete, and which, when a block is missing.
+std::int32_t map_all(Totals& done, std::string& why);
+
+std::string describe();  // for Status: members of a JSON object
+
+}  // namespace moorage::bulk
