@@ -83,7 +83,8 @@ def pauses(trail: Path, ranks: int, attempts: list[AttemptInfo], checkpoints: di
                 if before <= committed and after >= attempt.started
             ]
             longest = max([longest, *gaps])
-        found.append(round(longest, 3))
+        if longest:  # else no rank had made a step yet
+            found.append(round(longest, 3))
     return found
 
 
