@@ -6,7 +6,7 @@ The rules, each one a method, in the order in which they are tried:
 2. `Cut.pushed`: a rank that is behind and holds no such call gets one of its held calls, if that surely stands in the
 way.
 3. `Cut.slid`: when nothing has moved for a while, one held call in the whole job goes on.
-4. `Cut.accepted`: nobody behind, nobody inside, all streams dry: the cut.
+4. `Cut.accepted`: nobody behind, nobody inside, all streams dry: the cut. `Cut.resumes`: a drain that stalls lets go.
 5. The deadline ends it.
 """
 
@@ -21,7 +21,6 @@ from moorage.nccl_quiesce.model import (
     Abort,
     Accept,
     Admit,
-    Call,
     Decision,
     Drain,
     Resume,
@@ -34,28 +33,29 @@ from moorage.nccl_quiesce.picture import Held, Picture
 class Settings(msgspec.Struct, frozen=True):
     """Times in seconds.
 
-    ``patience``: nothing moves for so long: a stall, where a hint says who is waited for. ``growth``: without a hint
-    also
-    this share of the time since the gates closed, so that a job with slow ranks outruns the slides in the end.
-    ``doubt``: how many times longer than that when no operation waits whole, which hardly is a true stall.
+    ``patience``: how long nothing must move while somebody is behind until that is a stall. ``dry``: the same while the
+    streams drain; there may be long kernels in them, and nobody sees them move. ``growth``: where a slide could make
+    things worse, nothing must have moved for this share of the time since the gates closed.
     """
 
     deadline: float = 60.0
     patience: float = 0.02
+    dry: float = 1.0
     growth: float = 0.05
-    doubt: float = 4.0
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """What is carried from one round to the next."""
+    """What is carried from one round to the next. Times as ``now`` counts them."""
 
     began: float
     moved_at: float
     mark: tuple[int, int] = (-1, -1)
-    draining: bool = False
-    drain_after: float = 0.0
     slides: int = 0
     waiting: dict[Held, int] = {}  #: held calls, numbered in the order in which they were first seen
+    draining: bool = False
+    drain_after: float = 0.0
+    resumed: int = 0  #: how often draining was given up for a while
+    burst: int = 0  #: slides since then
 
 
 class Cut:
@@ -63,11 +63,10 @@ class Cut:
 
     Invariants:
 
-    * Safety: `Accept` only for reports of one drain round in which all lanes agree, no thread is inside (but for
-    destroys
-      and creations that no member has finished), and no stream has work. While gates are closed counts grow only by
-      orders, and an order is given only when all reports to the last one are in; so reports taken at different instants
-      are as good as one instant.
+    * Safety: `Accept` only for reports of one drain round in which all lanes agree, no thread is inside (but
+      for destroys and creations that no member has finished), and no stream has work. While gates are closed counts
+      grow only by orders, and an order is given only when all reports to the last one are in; so reports taken at
+      different instants are as good as one instant.
     * Economy: rule 1 never lets a rank past what some other rank was let in to.
     * One at a time: a slide is one call, and nothing else is ordered in that round.
     * Progress of time: at or after the deadline the decision is `Accept` or `Abort`.
@@ -96,14 +95,16 @@ class Cut:
             if now < memory.drain_after:
                 return memory, Wait()
             return msgspec.structs.replace(memory, draining=True, moved_at=now), Drain()
-        if picture.behind and (orders := self._orders(picture, memory)):
-            return self._moved(memory, now), Admit(orders)
-        if memory.draining and (picture.unfinished() or self.stopped(memory, picture, now)):
-            pause = max(self.settings.patience, self.settings.growth * (now - memory.began))
-            return msgspec.structs.replace(self._moved(memory, now), drain_after=now + pause), Resume()
+        if picture.behind and (orders := self._orders(picture)):
+            return msgspec.structs.replace(memory, moved_at=now), Admit(orders)
+        if self.resumes(memory, picture, now):
+            resumed, pause = memory.resumed + 1, self.settings.patience
+            memory = msgspec.structs.replace(memory, moved_at=now, draining=False, resumed=resumed, burst=0)
+            return msgspec.structs.replace(memory, drain_after=now + pause), Resume()
         if (held := self.slid(memory, picture, now)) is not None:
-            slides = memory.slides + 1
-            return msgspec.structs.replace(self._moved(memory, now), slides=slides), Admit({held[0]: (held[1],)}, True)
+            slides, burst = memory.slides + 1, memory.burst + 1
+            memory = msgspec.structs.replace(memory, moved_at=now, slides=slides, burst=burst)
+            return memory, Admit({held[0]: (held[1],)}, True)
         return memory, Wait()
 
     # ---- the rules
@@ -122,71 +123,65 @@ class Cut:
                     left[lane] = left.get(lane, 0) - number
         return tickets
 
-    def pushed(self, picture: Picture, rank: int, lanes: set[str]) -> int | None:
-        """Rule 2. ``lanes``: communicators that the rank is behind on (empty: it is awaited in a creation).
+    def pushed(self, picture: Picture, rank: int) -> int | None:
+        """Rule 2. The call that is missing will come from some thread, and one that is held may be in its way.
 
-        The call that is missing will come from some thread. If the thread that used such a communicator last is held
-        elsewhere, that call is in the way. If another thread did, and it is not held, it may be just coming: moving the
-        wrong thread takes the rank ahead elsewhere, its partners fall behind, and two ranks can push each other for
-        ever.
-        When all threads of the rank that use NCCL are held or inside, one of them must move.
+        It is if that thread used such a communicator last. If another thread did, that one is running, or blocked inside
+        NCCL by a partner that is behind, and comes by itself. Moving the wrong thread takes the rank ahead elsewhere,
+        its partners fall behind, and two ranks can push each other for ever. Where this guess does not help, a slide does.
         """
-        snapshot = picture.snapshots[rank]
-        if not snapshot.held:
-            return None
-        users = {snapshot.users[name] for name in lanes if name in snapshot.users}
-        for call in snapshot.held:
-            if call.thread in users:
-                return call.ticket
-        if len(snapshot.held) + len(snapshot.inside) < snapshot.threads:
-            return None
-        return snapshot.held[0].ticket
+        users = {picture.snapshots[rank].users.get(lane.communicator) for lane in picture.behind[rank]}
+        return next((call.ticket for call in picture.snapshots[rank].held if call.thread in users), None)
 
     def slid(self, memory: Memory, picture: Picture, now: float) -> Held | None:
         """Rule 3. One held call, or None while there is still patience.
 
-        In a true stall the held call that comes first in the program's order waits whole (`Picture.whole`): each of its
-        partners stands at the gate as well, or would be waiting for something still earlier. So only such calls are
-        let in, the longest waiting first, and every other time one of a rank that a blocked descriptor points to, if
-        any
-        does. When none waits whole somebody is probably still running: after more patience any held call, those first
-        whose communicators have nobody behind.
+        In a true stall the held call that comes first in the program's order waits whole (`Picture.whole`): each of
+        its partners stands at the gate as well, or would be waiting for something still earlier. So only such calls
+        are let in, the longest waiting first, and every other time one of a rank that a blocked descriptor points to,
+        if any does. That leaves nobody behind who was not, even if the stall was none.
+
+        When none waits whole, somebody is still running, or the program has no order; then any held call, but with
+        patience that grows.
         """
         still = now - memory.moved_at
-        if still < self.settings.patience:
+        if still < self.patience(memory):
             return None
-        candidates = {(rank, call.ticket): call for rank, s in picture.snapshots.items() for call in s.held}
-        if not candidates:
-            return None
-        patience = max(self.settings.patience, self.settings.growth * (now - memory.began))
-        pool = self.eligible(picture, candidates)
+        pool = self.eligible(picture)
         if not pool:
-            patience *= self.settings.doubt
-            pool = self.undisturbed(picture, candidates) or set(candidates)
+            if still < self.settings.growth * (now - memory.began):
+                return None
+            pool = {(rank, call.ticket) for rank, s in picture.snapshots.items() for call in s.held}
         hinted = {held for held in pool if held[0] in self._pointed_to(picture)} if memory.slides % 2 == 0 else set()
-        if not hinted and still < patience:
-            return None
-        return min(hinted or pool, key=lambda held: (memory.waiting[held], self._lot(memory, held)))
+        return min(hinted or pool, key=lambda held: (memory.waiting[held], self._lot(memory, held)), default=None)
 
-    def stopped(self, memory: Memory, picture: Picture, now: float) -> bool:
-        """Whether a stall while draining may be the drain order's own doing, which stops more than the gates do.
-
-        A stream can wait for a thread that stands in a creation, or that has work for a stream and may not submit it.
-        """
-        if now - memory.moved_at < self.settings.patience:
-            return False
-        return picture.coming() or any(snapshot.stopped for snapshot in picture.snapshots.values())
-
-    def eligible(self, picture: Picture, candidates: Mapping[Held, Call]) -> set[Held]:
-        """Calls that may be let in without making anybody wait for a rank that is elsewhere."""
+    def eligible(self, picture: Picture) -> set[Held]:
+        """Which calls slide first: those that make nobody wait for a rank that is elsewhere."""
         return picture.whole()
 
-    def undisturbed(self, picture: Picture, candidates: Mapping[Held, Call]) -> set[Held]:
-        """Calls on communicators with nobody behind."""
-        disturbed = {lane.communicator for shorts in picture.behind.values() for lane in shorts}
-        return {
-            held for held, call in candidates.items() if not any(lane.communicator in disturbed for lane in call.lanes)
-        }
+    def patience(self, memory: Memory) -> float:
+        """How long nothing must have moved, in seconds."""
+        if memory.draining and not memory.burst:
+            return float(self.settings.dry * 2**memory.resumed)
+        return self.settings.patience
+
+    def resumes(self, memory: Memory, picture: Picture, now: float) -> bool:
+        """Whether to give draining up for a while.
+
+        At once when a creation came through at some members. And when a stall may be the drain order's own doing, which
+        stops more than the gates do: a stream can wait for a thread that stands in a creation, or that has work for a
+        stream and may not submit it. But threads that run fill the streams again, so each time twice as many slides
+        are tried first.
+        """
+        if not memory.draining:
+            return False
+        if picture.unfinished():
+            return True
+        if now - memory.moved_at < self.patience(memory):
+            return False
+        if not picture.coming() and not any(snapshot.stopped for snapshot in picture.snapshots.values()):
+            return False
+        return bool(picture.behind) or memory.burst >= 2**memory.resumed or not self.eligible(picture)
 
     def accepted(self, picture: Picture) -> bool:
         """Rule 4, the last condition: all streams are dry."""
@@ -214,22 +209,13 @@ class Cut:
 
     # ---- inner parts
 
-    def _orders(self, picture: Picture, memory: Memory) -> dict[int, tuple[int, ...]]:
+    def _orders(self, picture: Picture) -> dict[int, tuple[int, ...]]:
         orders: dict[int, tuple[int, ...]] = {}
-        queue: list[tuple[int, set[str]]] = []
-        for rank, shorts in picture.behind.items():
+        for rank in picture.behind:
             if tickets := self.owed(picture, rank):
                 orders[rank] = tuple(tickets)
-            else:
-                queue.append((rank, {lane.communicator for lane in shorts}))
-        seen = set(picture.behind)
-        while queue:
-            rank, lanes = queue.pop()
-            if (ticket := self.pushed(picture, rank, lanes)) is not None:
+            elif (ticket := self.pushed(picture, rank)) is not None:
                 orders[rank] = (ticket,)
-            for other in picture.awaited(rank) - seen:
-                seen.add(other)
-                queue.append((other, set()))
         return orders
 
     def _pointed_to(self, picture: Picture) -> set[int]:
@@ -250,9 +236,6 @@ class Cut:
         waiting = {key: memory.waiting.get(key, following) for key in held}
         moved_at = now if mark != memory.mark else memory.moved_at
         return msgspec.structs.replace(memory, mark=mark, waiting=waiting, moved_at=moved_at)
-
-    def _moved(self, memory: Memory, now: float) -> Memory:
-        return msgspec.structs.replace(memory, moved_at=now, draining=False)
 
     def _lot(self, memory: Memory, held: Held) -> float:
         return random.Random(f"{self.seed}:{memory.slides}:{held}").random()

@@ -44,7 +44,6 @@ class Gate:
         self.inside: dict[int, Call] = {}
         self.handles: dict[tuple[str, int], Handle] = {}
         self.users: dict[str, int] = {}
-        self.threads: set[int] = set()
         self.exited = False
         self.stopped = 0  #: threads that wait to submit work to a stream
         self._tickets = itertools.count(1)
@@ -57,7 +56,6 @@ class Gate:
         """Show a call, before the gate is looked at; returns its ticket."""
         call = Call(next(self._tickets), thread, lanes, creates, destroys)
         self.moves += 1
-        self.threads.add(thread)
         self.entering[call.ticket] = call
         return call.ticket
 
@@ -133,7 +131,6 @@ class Gate:
             inside=(*self.entering.values(), *self.inside.values()),
             handles=tuple(self.handles.values()),
             users=dict(self.users),
-            threads=len(self.threads),
             waits_for=waits_for,
             moves=self.moves,
             undrained=undrained,

@@ -93,16 +93,6 @@ class Picture:
             if not self.takeable(call)
         ]
 
-    def awaited(self, rank: int) -> set[int]:
-        """Ranks that have not come to a creation that this rank is inside of."""
-        return {
-            other
-            for call in self.snapshots[rank].inside
-            for creation in call.creates
-            for member, other in enumerate(creation.ranks)
-            if member not in self.ranks[creation.communicator]
-        }
-
     def plan(self) -> Plan:
         """What to do with the communicators at this cut."""
         rebuild = [name for name, states in self.states.items() if states == {"ready"}]

@@ -99,7 +99,7 @@ class Rounds:
             self.slides += decision.slide
             self.admitted += sum(map(len, decision.orders.values()))
             self._pause = self.pace.shortest
-            return self._send("cut", decision.orders, now)
+            return self._send("drain" if self.memory.draining else "cut", decision.orders, now)
         # Nothing is to be let in: leave the ranks a little time.
         self._next = decision
         self.wake = min(now + self._pause, self._deadline)

@@ -28,6 +28,7 @@ from moorage.nccl_quiesce.model import Abort, Accept, Creation, Lane, Order, Pla
 from moorage.nccl_quiesce.rounds import Outgoing, Pace, Rounds
 
 Step: TypeAlias = tuple[Any, ...]
+LAP = 1_000_000  #: tags and flags of a lap are those of the first one, shifted
 
 
 class Op(NamedTuple):
@@ -50,6 +51,9 @@ class Program:
         self.loss = 0.0  #: share of control messages that are lost, and as many are doubled
         self.latency = 0.0002  #: seconds, mean of a control message
         self.meeting_destroys = False
+        self.loop: dict[tuple[int, int], int] = {}  #: where each thread's loop begins, when it has one
+        self.preamble: dict[Lane, int] = {}  #: how many of ``expected`` come before the loop
+        self.ahead = 2  #: how many laps a thread may be ahead of others
         self.disorder = 0  #: how many calls are not in the order
 
     @property
@@ -63,13 +67,13 @@ class Thread:
 
     def __init__(self, rank: Rank, number: int, steps: list[Step]) -> None:
         self.rank, self.number, self.steps = rank, number, steps
-        self.at = 0
+        self.at = self.iteration = 0
         self.state = "runs"
         self.ticket = 0
         self.parts: list[tuple[Op, ...]] = []  #: what is left of the step's calls
         self.waits_for: Callable[[], tuple[int, ...]] | None = None
         self.blocks: set[Any] = set()
-        self.group: dict[int, list[Match]] = {}
+        self.group: dict[int, list[tuple[Match, Lane]]] = {}
         self.graph = False
         self.life = 0
 
@@ -81,12 +85,12 @@ class Thread:
 class Match:
     """One operation in the fake: its parts find each other here."""
 
-    __slots__ = ("kernels", "lanes", "size", "tag")
+    __slots__ = ("came", "eager", "sent", "size", "tag")
 
-    def __init__(self, size: int, tag: int) -> None:
-        self.size, self.tag = size, tag
-        self.kernels: list[Kernel] = []
-        self.lanes: list[Lane] = []
+    def __init__(self, size: int, tag: int, eager: bool) -> None:
+        self.size, self.tag, self.eager = size, tag, eager
+        self.came: list[tuple[Kernel, Lane]] = []
+        self.sent = False
 
 
 class Kernel:
@@ -94,7 +98,7 @@ class Kernel:
 
     __slots__ = ("flag", "left", "matches", "rank", "stream")
 
-    def __init__(self, rank: Rank, stream: int, matches: list[Match], flag: int = -1) -> None:
+    def __init__(self, rank: Rank, stream: int, matches: list[tuple[Match, Lane]], flag: int = -1) -> None:
         self.rank, self.stream = rank, stream
         self.matches, self.flag = matches, flag
         self.left = len(matches)
@@ -177,6 +181,7 @@ class World:
         self.counts: dict[Lane, int] = defaultdict(int)
         self.matches: dict[tuple[Any, ...], Match] = {}
         self.connections: dict[tuple[Any, ...], tuple[set[int], list[Thread]]] = {}
+        self.connected: set[tuple[Any, ...]] = set()
         self.creating: dict[str, dict[int, Thread]] = defaultdict(dict)
         self.destroying: dict[str, list[Thread]] = defaultdict(list)
         self.gone: dict[str, int] = defaultdict(int)
@@ -185,6 +190,11 @@ class World:
         self.flags: set[int] = set()
         self.waiting: dict[int, list[Thread]] = defaultdict(list)
         self.gated: dict[int, list[tuple[Rank, int]]] = defaultdict(list)
+        self.limit = float("inf")  #: after which lap loops end
+        self.looping = sum(start < len(program.steps[key]) for key, start in program.loop.items())
+        self.lapped: set[Thread] = set()
+        self.ended: dict[int, int] = defaultdict(int)
+        self.lapping: dict[int, list[Thread]] = defaultdict(list)
         self.barriers: dict[int, set[int]] = defaultdict(set)
         self.tags: dict[Lane, list[int]] = defaultdict(list)
         self.ranks = [Rank(self, number) for number in range(program.ranks)]
@@ -207,8 +217,8 @@ class World:
         while heap:
             self.now, _, call, arguments = heapq.heappop(heap)
             self.events += 1
-            if self.now > until:
-                self.problems.append(f"not over after {until} s")
+            if self.now > until or self.events > 1_000_000:
+                self.problems.append(f"not over after {self.now} s and {self.events} events")
                 break
             call(*arguments)
         for rank in self.ranks:
@@ -225,7 +235,10 @@ class World:
         """Go on with the thread's program until it must wait for something."""
         rank, steps = thread.rank, thread.steps
         thread.state, thread.waits_for = "runs", None
-        while thread.at < len(steps):
+        shift = thread.iteration * LAP
+        while thread.at < len(steps) or self.laps(thread):
+            if thread.state != "runs":
+                return
             step = steps[thread.at]
             kind = step[0]
             if kind == "compute":
@@ -244,14 +257,14 @@ class World:
                 if self.capture(thread, step):
                     return
             elif kind == "post":
-                self.post(step[1])
+                self.post(step[1] + shift)
             elif kind == "wait":
-                if step[1] not in self.flags:
-                    self.waiting[step[1]].append(thread)
+                if step[1] + shift not in self.flags:
+                    self.waiting[step[1] + shift].append(thread)
                     thread.state, thread.waits_for = "waits", lambda poster=step[2]: (poster,)
                     return
             elif kind == "barrier":
-                number, ranks = step[1], step[2]
+                number, ranks = step[1] + shift, step[2]
                 came = self.barriers[number]
                 came.add(rank.number)
                 if len(came) < len(ranks):
@@ -273,10 +286,37 @@ class World:
                     thread.state = "stopped"
                     rank.gate.stopped += 1
                     return
-                self.enqueue(Kernel(rank, step[1], [], step[2]))
+                self.enqueue(Kernel(rank, step[1], [], step[2] + shift))
             thread.at += 1
         thread.state = "ended"
         rank.gate.exited = rank.over()
+
+    def laps(self, thread: Thread) -> bool:
+        """At the end of its steps a thread begins them again, from where the loop begins, until the limit is set.
+
+        A thread may be a few laps ahead of others, not more: it waits (``laps``) for all to have ended an earlier lap.
+        """
+        start = self.program.loop.get((thread.rank.number, thread.number))
+        if start is None or start == len(thread.steps):
+            return False
+        if thread not in self.lapped:
+            self.lapped.add(thread)
+            self.ended[thread.iteration] += 1
+            if self.ended[thread.iteration] == self.looping:
+                self._wake(self.lapping.pop(thread.iteration, []))
+        if thread.iteration >= self.limit:
+            return False
+        earlier = thread.iteration - self.program.ahead
+        if earlier >= 0 and self.ended[earlier] < self.looping:
+            self.lapping[earlier].append(thread)
+            thread.state = "laps"
+            return True
+        self.lapped.discard(thread)
+        thread.iteration += 1
+        thread.at = start
+        thread.state = "next"
+        self.later(self.random.random() * 1e-5, self.step, thread)
+        return True
 
     def stops(self, rank: Rank) -> bool:
         """Whether work for a stream must wait."""
@@ -326,10 +366,10 @@ class World:
 
     def look(self, thread: Thread) -> None:
         was_open = thread.rank.gate.look()
-        if self.rounds is None:  # no order can come between
-            self.settle(thread, was_open)
+        if self.random.random() < 0.02:  # the system runs something else meanwhile
+            self.later(self.random.random() * 0.01, self.settle, thread, was_open)
         else:
-            self.later(self.random.random() * 1e-5, self.settle, thread, was_open)
+            self.settle(thread, was_open)
 
     def settle(self, thread: Thread, was_open: bool) -> None:
         if thread.rank.gate.settle(thread.ticket, was_open):
@@ -397,36 +437,41 @@ class World:
     # ---- the fake NCCL
 
     def issue(self, thread: Thread, ops: tuple[Op, ...]) -> None:
+        shift = thread.iteration * LAP
         for op in ops:
-            lane = op.lane
+            lane, tag = op.lane, op.tag + shift
             index = self.counts[lane]
             self.counts[lane] = index + 1
-            self.tags[lane].append(op.tag)
+            self.tags[lane].append(tag)
             self.log.append(("issue", thread.rank.number, lane))
             if lane.kind == "collective":
                 pair: tuple[Any, ...] = (lane.communicator,)
-                size = self.sizes[lane.communicator]
+                size, eager = self.sizes[lane.communicator], False
             else:
                 ends = (lane.member, lane.peer) if lane.kind == "send" else (lane.peer, lane.member)
-                pair, size = (lane.communicator, *ends), 2
+                # A small message is gone before anybody receives it.
+                pair, size, eager = (lane.communicator, *ends), 2, op.tag % 3 == 0
             match = self.matches.get((*pair, index))
             if match is None:
-                match = self.matches[(*pair, index)] = Match(size, op.tag)
-            if match.tag != op.tag:
-                self.problems.append(f"{lane} number {index}: {op.tag} met {match.tag}")
-            match.lanes.append(lane)
-            thread.group.setdefault(op.stream, []).append(match)
+                match = self.matches[(*pair, index)] = Match(size, tag, eager)
+            if match.tag != tag:
+                self.problems.append(f"{lane} number {index}: {tag} met {match.tag}")
+            thread.group.setdefault(op.stream, []).append((match, lane))
+            if pair in self.connected:
+                continue
             came, waiting = self.connections.setdefault(pair, (set(), []))
-            came.add(lane.member)
-            if len(came) == size:
-                for other in waiting:
-                    other.blocks.discard(pair)
-                    self.later(0.0, self.launch, other)
-                waiting.clear()
-                thread.blocks.discard(pair)
-            else:
-                thread.blocks.add(pair)
-                waiting.append(thread)
+            thread.blocks.add(pair)
+            waiting.append(thread)
+            if lane.member not in came:
+                came.add(lane.member)
+                if len(came) == size:
+                    self.later(self.random.expovariate(1e4), self.connect, pair)
+
+    def connect(self, pair: tuple[Any, ...]) -> None:
+        self.connected.add(pair)
+        for thread in self.connections[pair][1]:
+            thread.blocks.discard(pair)
+            self.launch(thread)
 
     def launch(self, thread: Thread) -> None:
         """At the end of a call or outermost group: everything goes to the streams, as soon as that is possible."""
@@ -458,14 +503,21 @@ class World:
             else:
                 self.gated[kernel.flag].append((kernel.rank, kernel.stream))
             return
-        for match in kernel.matches:
-            match.kernels.append(kernel)
-            if len(match.kernels) == match.size:
-                self.log.extend(("done", lane) for lane in match.lanes)
-                for other in match.kernels:
-                    other.left -= 1
-                    if not other.left:
-                        self.later(1e-5 + self.random.random() * 5e-5, self.pop, other.rank, other.stream)
+        for match, lane in kernel.matches:
+            if match.eager and lane.kind == "send":
+                match.sent = True
+                self.part_done(kernel, lane)
+            else:
+                match.came.append((kernel, lane))
+            if len(match.came) + match.sent == match.size:
+                for other, part in match.came:
+                    self.part_done(other, part)
+
+    def part_done(self, kernel: Kernel, lane: Lane) -> None:
+        self.log.append(("done", lane))
+        kernel.left -= 1
+        if not kernel.left:
+            self.later(1e-5 + self.random.random() * 5e-5, self.pop, kernel.rank, kernel.stream)
 
     def pop(self, rank: Rank, number: int) -> None:
         stream = rank.streams[number]
@@ -519,6 +571,10 @@ class World:
             self.took.append(self.now - self.began[-1][0])
             self.rounds = None
             self.rebuilding = False
+            if not self.instants:
+                self.limit = max(thread.iteration for rank in self.ranks for thread in rank.threads)
+                self._wake([thread for threads in self.lapping.values() for thread in threads])
+                self.lapping.clear()
 
     def _deliveries(self) -> list[float]:
         lot, latency = self.random.random, self.program.latency
@@ -576,6 +632,7 @@ class World:
         self.counts.clear()
         self.matches.clear()
         self.connections.clear()
+        self.connected.clear()
 
     def rebuilt(self, rounds: Rounds) -> None:
         self.log.append(("rebuilt",))
@@ -586,7 +643,10 @@ class World:
     def check(self) -> list[str]:
         """All that is wrong with this run; empty when it is fine."""
         found = self.problems + judge(self.log)
+        laps = max(thread.iteration for rank in self.ranks for thread in rank.threads)
         for lane, tags in self.program.expected.items():
+            start = self.program.preamble.get(lane, 0) if self.program.loop else len(tags)
+            tags = tags + [tag + lap * LAP for lap in range(1, laps + 1) for tag in tags[start:]]
             if self.tags[lane] != tags:
                 found.append(f"{lane}: {len(self.tags[lane])} operations, not the {len(tags)} of the program")
         return found

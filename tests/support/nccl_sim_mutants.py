@@ -226,24 +226,16 @@ class AnyCallOwed(Cut):
 class NobodyPushed(Cut):
     """Rule 2 is missing."""
 
-    def pushed(self, picture: Picture, rank: int, lanes: set[str]) -> int | None:
+    def pushed(self, picture: Picture, rank: int) -> int | None:
         return None
 
 
 class AnyThreadPushed(Cut):
     """Rule 2 takes any held call of the rank, whichever thread it is of."""
 
-    def pushed(self, picture: Picture, rank: int, lanes: set[str]) -> int | None:
+    def pushed(self, picture: Picture, rank: int) -> int | None:
         held = picture.snapshots[rank].held
         return held[0].ticket if held else None
-
-
-class NobodyAwaited(Cut):
-    """Rule 2 knows nothing of creations."""
-
-    class picture(Picture):
-        def awaited(self, rank: int) -> set[int]:
-            return set()
 
 
 class NoSlide(Cut):
@@ -268,10 +260,20 @@ class NothingIsStopped(Cut):
 
 
 class AnySlides(Cut):
-    """Rule 3 takes any held call, those first whose communicators have nobody behind (at random among them)."""
+    """Rule 3 takes any held call, those first whose communicators have nobody behind, and at random among these."""
 
-    def eligible(self, picture: Picture, candidates: Mapping[Held, Call]) -> set[Held]:
-        return self.undisturbed(picture, candidates) or set(candidates)
+    def eligible(self, picture: Picture, candidates: set[Held]) -> set[Held]:
+        disturbed = {lane.communicator for shorts in picture.behind.values() for lane in shorts}
+        calm = set()
+        for rank, snapshot in picture.snapshots.items():
+            for call in snapshot.held:
+                if not any(lane.communicator in disturbed for lane in call.lanes):
+                    calm.add((rank, call.ticket))
+        return calm or candidates
+
+    def _noted(self, memory: Memory, snapshots: Mapping[int, Snapshot], now: float) -> Memory:
+        noted = super()._noted(memory, snapshots, now)
+        return msgspec.structs.replace(noted, waiting=dict.fromkeys(noted.waiting, 0))
 
 
 class NewestSlides(Cut):
@@ -287,14 +289,6 @@ class OnlyHints(Cut):
 
     def slid(self, memory: Memory, picture: Picture, now: float) -> Held | None:
         return super().slid(msgspec.structs.replace(memory, slides=0), picture, now)
-
-
-class NoDoubt(Cut):
-    """Rule 3 slides a call whose partners are elsewhere as soon as any other."""
-
-    def __init__(self, *arguments, **named) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(*arguments, **named)
-        self.settings = msgspec.structs.replace(self.settings, doubt=1.0)
 
 
 class NoGrowth(Cut):
@@ -348,14 +342,12 @@ CUTS: list[type[Cut]] = [
     AnyCallOwed,
     NobodyPushed,
     AnyThreadPushed,
-    NobodyAwaited,
     NoSlide,
     NoSlideWhileDraining,
     NothingIsStopped,
     AnySlides,
     NewestSlides,
     OnlyHints,
-    NoDoubt,
     NoGrowth,
     WetStreams,
     NoDeadline,

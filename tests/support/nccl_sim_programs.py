@@ -67,7 +67,7 @@ class Builder:
 
     # ---- operations
 
-    def create(self, ranks: Sequence[int], *, parent: str = "", known: bool = False) -> str:
+    def create(self, ranks: Sequence[int], *, parent: str = "") -> str:
         """Make a communicator; ``ranks`` in the order of members, a rank may be there twice."""
         self.names += 1
         name = f"c{self.names}"
@@ -75,8 +75,7 @@ class Builder:
         for rank in dict.fromkeys(ranks):
             thread = self.thread(rank, parent) if parent else self.thread(rank, name)
             self.owner[rank, name] = thread
-            told = tuple(ranks) if known else ()
-            mine = [Creation(name, member, len(ranks), told) for member, at in enumerate(ranks) if at == rank]
+            mine = [Creation(name, member, len(ranks)) for member, at in enumerate(ranks) if at == rank]
             # The last: how many members the parent has, for those who count a shrink wrongly.
             self.add(rank, thread, ("create", tuple(mine), len(self.members.get(parent, ()))))
         return name
@@ -167,9 +166,23 @@ def hash_of(name: str) -> int:
     return sum(map(ord, name))
 
 
-def ordered(seed: int, *, size: float = 1.0) -> Program:
-    """A random program that has the order. ``size`` scales its length."""
-    rng = random.Random(seed)
+KINDS = {
+    "collective": 40,
+    "pair": 12,
+    "exchange": 12,
+    "both": 6,
+    "message": 14,
+    "barrier": 3,
+    "sync": 3,
+    "stream": 5,
+    "create": 4,
+    "destroy": 1,
+    "compute": 20,
+    "capture": 3,
+}
+
+
+def _builder(rng: random.Random) -> Builder:
     ranks = min(rng.randint(2, 16), rng.randint(2, 16))
     threaded = rng.random() < 0.5
     threads = [rng.choice((1, 1, 2, 3)) if threaded else 1 for _ in range(ranks)]
@@ -179,19 +192,65 @@ def ordered(seed: int, *, size: float = 1.0) -> Program:
     program.hints = rng.choice(("none", "true", "false"))
     program.loss = rng.choice((0.0, 0.0, 0.0, 0.05))
     program.latency = rng.choice((0.00005, 0.0002, 0.001))
+    program.meeting_destroys = rng.random() < 0.3
     build.wandering = rng.choice((0.0, 0.05, 0.3))
+    return build
+
+
+def _weights(rng: random.Random) -> dict[str, float]:
+    """Most programs are a bit of everything, some are full of a few things."""
+    weights: dict[str, float] = dict(KINDS)
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        weights[rng.choice(list(weights))] *= 10
+    return weights
+
+
+def ordered(seed: int, *, size: float = 1.0) -> Program:
+    """A random program that has the order. ``size`` scales its length."""
+    rng = random.Random(seed)
+    build = _builder(rng)
     mean = rng.choice((2e-5, 1e-4, 1e-3))
     if rng.random() < 0.5:
-        build.slow = [rng.choice((1.0, 1.0, 5.0, 50.0)) for _ in range(ranks)]
+        build.slow = [rng.choice((1.0, 1.0, 5.0, 50.0)) for _ in range(build.program.ranks)]
     for _ in range(rng.randint(1, 3)):
         _new(build)
+    _body(build, int(rng.randint(10, 60) * size), _weights(rng), mean, 0.05)
+    return build.program
+
+
+def looping(seed: int) -> Program:
+    """A program that has the order and no end: only a cut in the midst of it is one. It ends after the last attempt."""
+    rng = random.Random(seed)
+    build = _builder(rng)
+    program = build.program
+    program.ahead = rng.choice((1, 2, 2, 5))
+    mean = rng.choice((2e-5, 1e-4))
+    if rng.random() < 0.5:
+        build.slow = [rng.choice((1.0, 1.0, 5.0, 20.0)) for _ in range(program.ranks)]
+    for _ in range(rng.randint(1, 4)):
+        _new(build)
+    program.preamble = {lane: len(tags) for lane, tags in program.expected.items()}
+    program.loop = {key: len(steps) for key, steps in program.steps.items()}
+    weights = _weights(rng) | {"create": 0, "destroy": 0}
+    owners = dict(build.owner)
+    build.collective(rng.choice(list(build.members)))
+    _body(build, rng.randint(5, 30), weights, mean, 0.0)
+    for (rank, name), thread in owners.items():  # each lap begins with the same owners
+        build.hand_over(rank, name, thread)
+    for rank, thread in program.steps:
+        if len(program.steps[rank, thread]) > program.loop[rank, thread]:
+            build.add(rank, thread, ("compute", mean))
+    return program
+
+
+def _body(build: Builder, length: int, weights: dict[str, float], mean: float, pauses: float) -> None:
+    rng, program, threads = build.rng, build.program, build.threads
+    ranks = program.ranks
+    kinds, shares = list(weights), list(weights.values())
     waits: list[tuple[int, int, Step]] = []
-    weights = [40, 12, 12, 6, 14, 3, 3, 5, 4, 1, 20, 3]
-    kinds = ["collective", "pair", "exchange", "both", "message", "barrier", "sync", "stream", "create", "destroy"]
-    kinds += ["compute", "capture"]
     lagging = rng.random() < 0.4
-    for _ in range(int(rng.randint(10, 60) * size)):
-        kind = rng.choices(kinds, weights)[0]
+    for _ in range(length):
+        kind = rng.choices(kinds, shares)[0]
         names = list(build.members)
         name = rng.choice(names)
         rank = rng.randrange(ranks)
@@ -229,15 +288,13 @@ def ordered(seed: int, *, size: float = 1.0) -> Program:
                 op = Op(Lane(name, member, "collective"), 0, 0)
                 build.add(captured, build.thread(captured, name), ("capture", (op,) * rng.randint(1, 3)))
         else:
-            build.compute(rank, mean * (100 if rng.random() < 0.05 else 1))
+            build.compute(rank, mean * (100 if rng.random() < pauses else 1))
         rng.shuffle(waits)
         while waits and rng.random() < (0.1 if lagging else 0.5):
             target, thread, step = waits.pop()
             build.add(target, thread, step)
     for target, thread, step in waits:
         build.add(target, thread, step)
-    program.meeting_destroys = rng.random() < 0.3
-    return program
 
 
 def _new(build: Builder) -> None:
@@ -261,14 +318,14 @@ def _derived(build: Builder, parent: str) -> None:
         middle = rng.randint(1, len(members))
         for part in (members[:middle], members[middle:]):
             if part:
-                build.create(part, parent=parent, known=True)
+                build.create(part, parent=parent)
     elif kind == "shrink" and len(members) > 1:
-        build.create(rng.sample(members, rng.randint(1, len(members) - 1)), parent=parent, known=True)
+        build.create(rng.sample(members, rng.randint(1, len(members) - 1)), parent=parent)
     else:
         strangers = [rank for rank in range(build.program.ranks) if rank not in members]
         for rank in strangers:
             build.thread(rank, parent)
-        build.create(members + strangers[: rng.randint(0, len(strangers))], parent=parent, known=rng.random() < 0.5)
+        build.create(members + strangers[: rng.randint(0, len(strangers))], parent=parent)
 
 
 def _exchange(build: Builder, name: str, number: int) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from moorage.nccl_quiesce.cut import Cut, Settings
 from moorage.nccl_quiesce.model import Abort, Accept
 from tests.support.nccl_sim import World
-from tests.support.nccl_sim_programs import disordered, ordered
+from tests.support.nccl_sim_programs import disordered, looping, ordered
 
 DISORDERED = 10  #: one program in so many
 
@@ -44,10 +44,14 @@ def trial(
     if is_ordered is None:
         is_ordered = seed % DISORDERED != 0
     rng = random.Random(f"instants {seed}")
-    if is_ordered:
+    if is_ordered and seed % 2:
+        program = looping(seed)
+        instants = [rng.randrange(10 * program.calls) for _ in range(rng.choice((1, 1, 2)))]
+        settings = settings or Settings(deadline=5.0, patience=0.005, dry=0.005)
+    elif is_ordered:
         program = ordered(seed)
         instants = [rng.randrange(max(1, program.calls)) for _ in range(rng.choice((1, 1, 2)))]
-        settings = settings or Settings()
+        settings = settings or Settings(dry=0.02)
     else:
         program = disordered(seed, length=200)
         # All others have at most come in: then some of these calls, far from all, have too.
