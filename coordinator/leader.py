@@ -246,11 +246,14 @@ class Leader:
             futures: list[asyncio.Future[Any]] = [answer, over]
             await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() or answer.cancelled():
-                answer.cancel()
                 raise Unavailable("this coordinator leads no more", "ask again: another one takes over")
             return answer.result()
         finally:
             over.cancel()
+            if not answer.done():
+                # Its end is awaited too: a generator that still runs its last step cannot be closed.
+                answer.cancel()
+                await asyncio.wait([answer])
 
     async def streaming(self, source: AsyncIterator[T]) -> AsyncIterator[T]:
         """What ``source`` yields. Raises `Unavailable` when the term ends before it does."""

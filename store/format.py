@@ -142,7 +142,8 @@ def decompress(data: bytes | bytearray | memoryview, plain: int, where: str) -> 
     """Raises `CorruptData` unless ``data`` is a zstd frame of exactly ``plain`` bytes."""
     try:
         payload = zstandard.ZstdDecompressor().decompress(data, max_output_size=plain)
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, OverflowError, MemoryError) as error:
+        # A damaged length can be any number, also one that no buffer can have.
         raise CorruptData(f"{where}: {error}") from None
     if len(payload) != plain:
         raise CorruptData(f"{where} has {len(payload)} bytes where {plain} belong")

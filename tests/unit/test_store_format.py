@@ -116,3 +116,8 @@ def test_a_manifest_of_a_later_release_is_refused_by_name() -> None:
 def test_bytes_that_are_no_manifest_are_corrupt_data(data: bytes) -> None:
     with pytest.raises(CorruptData):
         manifests.decode(data, PodManifest, "here")
+
+
+def test_a_length_that_no_buffer_can_have_is_damage() -> None:
+    with pytest.raises(CorruptData):
+        fmt.decompress(b"\x28\xb5\x2f\xfd", 1 << 63, "here")
