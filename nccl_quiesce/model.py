@@ -43,7 +43,8 @@ class Call(msgspec.Struct, frozen=True):
     """One call that the gate treats as a whole: an operation, an outermost group, the launch of a graph, a creation.
 
     ``ticket``: unique in its process, ascending in the order of entry, so also in the order of counting. ``thread``:
-    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such a call
+    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such
+    a call
     passes every gate.
     """
 
@@ -70,7 +71,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     entered
     and are neither held nor back, also those that have not looked at the gate yet (not counted so far). ``handles``:
     all members of this process, with those that
-    are gone (their counts stay). ``users``: for each communicator the thread that used it last. ``waits_for``: ranks that a blocked descriptor of a thread outside points to.
+    are gone (their counts stay). ``users``: for each communicator the thread that used it last. ``waits_for``: ranks
+    that a blocked descriptor of a thread outside points to.
     ``moves``: a number that changes whenever anything of this report changes. ``undrained``: names of streams that
     still
     have work; filled only in answer to a drain order. ``stopped``: a thread waits to submit work because of that
