@@ -6,7 +6,7 @@ The rules, each one a method, in the order in which they are tried:
 2. `Cut.pushed`: a rank that is behind and holds no such call gets one of its held calls, if that surely stands in the
 way.
 3. `Cut.slid`: when nothing has moved for a while, one held call in the whole job goes on.
-4. `Cut.accepted`: nobody behind, nobody inside, all streams dry: the cut. `Cut.resumes`: a drain that stalls lets go.
+4. `Cut.accepted`: nobody behind, nobody inside, all streams dry: the cut.
 5. The deadline ends it.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import msgspec
 
@@ -23,11 +24,17 @@ from moorage.nccl_quiesce.model import (
     Admit,
     Decision,
     Drain,
-    Resume,
     Snapshot,
     Wait,
 )
 from moorage.nccl_quiesce.picture import Held, Picture
+
+
+Orders: TypeAlias = dict[int, tuple[int, ...]]  #: for each rank the tickets of calls that may go on
+
+
+def _each(orders: Orders) -> set[Held]:
+    return {(rank, ticket) for rank, tickets in orders.items() for ticket in tickets}
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -51,11 +58,10 @@ class Memory(msgspec.Struct, frozen=True):
     moved_at: float
     mark: tuple[int, int] = (-1, -1)
     slides: int = 0
-    waiting: dict[Held, int] = {}  #: held calls, numbered in the order in which they were first seen
+    waiting: dict[Held, int] = {}  #: calls held or inside, numbered in the order in which they were first seen
     draining: bool = False
-    drain_after: float = 0.0
-    resumed: int = 0  #: how often draining was given up for a while
-    burst: int = 0  #: slides since then
+    dry_slides: int = 0  #: slides since draining began
+    thawed: frozenset[Held] = frozenset()  #: creations that may come through in spite of the drain order
 
 
 class Cut:
@@ -86,28 +92,41 @@ class Cut:
         """One round: ``snapshots`` of all ranks for the same round, all taken after its orders were obeyed."""
         picture = self.picture(snapshots)
         memory = self._noted(memory, snapshots, now)
-        ready = not picture.behind and not picture.blocking() and not picture.unfinished()
+        entering = any(snapshot.entering for snapshot in snapshots.values())
+        ready = not picture.behind and not entering and not picture.blocking() and not picture.unfinished()
         if ready and memory.draining and self.accepted(picture):
             return memory, Accept(picture.plan())
         if (abort := self.aborted(memory, picture, now)) is not None:
             return memory, abort
         if ready and not memory.draining:
-            if now < memory.drain_after:
-                return memory, Wait()
             return msgspec.structs.replace(memory, draining=True, moved_at=now), Drain()
-        if picture.behind and (orders := self._orders(picture)):
-            return msgspec.structs.replace(memory, moved_at=now), Admit(orders)
-        if self.resumes(memory, picture, now):
-            resumed, pause = memory.resumed + 1, self.settings.patience
-            memory = msgspec.structs.replace(memory, moved_at=now, draining=False, resumed=resumed, burst=0)
-            return msgspec.structs.replace(memory, drain_after=now + pause), Resume()
-        if (held := self.slid(memory, picture, now)) is not None:
-            slides, burst = memory.slides + 1, memory.burst + 1
-            memory = msgspec.structs.replace(memory, moved_at=now, slides=slides, burst=burst)
-            return memory, Admit({held[0]: (held[1],)}, True)
-        return memory, Wait()
+        orders, slide = self.orders(memory, picture), False
+        if not orders and (held := self.slid(memory, picture, now)) is not None:
+            orders, slide = self._together(picture, held), True
+        if not orders:
+            return memory, Wait()
+        return msgspec.structs.replace(
+            memory,
+            moved_at=now,
+            slides=memory.slides + slide,
+            dry_slides=memory.dry_slides + (slide and memory.draining),
+            thawed=memory.thawed.union(picture.standing() & _each(orders)),
+        ), Admit(orders, slide)
 
     # ---- the rules
+
+    def orders(self, memory: Memory, picture: Picture) -> Orders:
+        """Rules 1 and 2 for every rank that is behind; and creations that some members have come through for the rest."""
+        orders: Orders = {}
+        for rank in picture.behind:
+            if tickets := self.owed(picture, rank):
+                orders[rank] = tuple(tickets)
+            elif (ticket := self.pushed(picture, rank)) is not None:
+                orders[rank] = (ticket,)
+        if memory.draining:
+            for rank, ticket in sorted(picture.standing(picture.unfinished()) - memory.thawed):
+                orders[rank] = (*orders.get(rank, ()), ticket)
+        return orders
 
     def owed(self, picture: Picture, rank: int) -> list[int]:
         """Rule 1. Tickets in the order of entry, on each lane at most as many operations as the rank is behind.
@@ -126,11 +145,9 @@ class Cut:
     def pushed(self, picture: Picture, rank: int) -> int | None:
         """Rule 2. The call that is missing will come from some thread, and one that is held may be in its way.
 
-        It is if that thread used such a communicator last. If another thread did, that one is running, or blocked
-        inside
+        It is if that thread used such a communicator last. If another thread did, that one is running, or blocked inside
         NCCL by a partner that is behind, and comes by itself. Moving the wrong thread takes the rank ahead elsewhere,
-        its partners fall behind, and two ranks can push each other for ever. Where this guess does not help, a slide
-        does.
+        its partners fall behind, and two ranks can push each other for ever. Where this guess does not help, a slide does.
         """
         users = {picture.snapshots[rank].users.get(lane.communicator) for lane in picture.behind[rank]}
         return next((call.ticket for call in picture.snapshots[rank].held if call.thread in users), None)
@@ -143,13 +160,18 @@ class Cut:
         are let in, the longest waiting first, and every other time one of a rank that a blocked descriptor points to,
         if any does. That leaves nobody behind who was not, even if the stall was none.
 
+        A drain order holds more than the gates do: threads with work for a stream, and creations that all members have
+        come to. A stream may wait for one of these, so they wait whole as well.
+
         When none waits whole, somebody is still running, or the program has no order; then any held call, but with
         patience that grows.
         """
         still = now - memory.moved_at
         if still < self.patience(memory):
             return None
-        pool = self.eligible(picture)
+        pool = self.eligible(picture) - picture.wet()
+        if memory.draining:
+            pool = self.settled(memory, picture, pool) | picture.standing(picture.coming()) - memory.thawed
         if not pool:
             if still < self.settings.growth * (now - memory.began):
                 return None
@@ -161,29 +183,17 @@ class Cut:
         """Which calls slide first: those that make nobody wait for a rank that is elsewhere."""
         return picture.whole()
 
+    def settled(self, memory: Memory, picture: Picture, pool: set[Held]) -> set[Held]:
+        """While draining, calls before threads with work for a stream, which can make another stream wait.
+
+        If there are only such threads, or else at the 1st, 2nd, 4th, 8th … slide, one of these.
+        """
+        calls = pool - picture.idle()
+        return pool - calls if not calls or not memory.dry_slides & (memory.dry_slides + 1) else calls
+
     def patience(self, memory: Memory) -> float:
         """How long nothing must have moved, in seconds."""
-        if memory.draining and not memory.burst:
-            return float(self.settings.dry * 2**memory.resumed)
-        return self.settings.patience
-
-    def resumes(self, memory: Memory, picture: Picture, now: float) -> bool:
-        """Whether to give draining up for a while.
-
-        At once when a creation came through at some members. And when a stall may be the drain order's own doing, which
-        stops more than the gates do: a stream can wait for a thread that stands in a creation, or that has work for a
-        stream and may not submit it. But threads that run fill the streams again, so each time twice as many slides
-        are tried first.
-        """
-        if not memory.draining:
-            return False
-        if picture.unfinished():
-            return True
-        if now - memory.moved_at < self.patience(memory):
-            return False
-        if not picture.coming() and not any(snapshot.stopped for snapshot in picture.snapshots.values()):
-            return False
-        return bool(picture.behind) or memory.burst >= 2**memory.resumed or not self.eligible(picture)
+        return self.settings.dry if memory.draining and not memory.dry_slides else self.settings.patience
 
     def accepted(self, picture: Picture) -> bool:
         """Rule 4, the last condition: all streams are dry."""
@@ -211,13 +221,20 @@ class Cut:
 
     # ---- inner parts
 
-    def _orders(self, picture: Picture) -> dict[int, tuple[int, ...]]:
-        orders: dict[int, tuple[int, ...]] = {}
-        for rank in picture.behind:
-            if tickets := self.owed(picture, rank):
-                orders[rank] = tuple(tickets)
-            elif (ticket := self.pushed(picture, rank)) is not None:
-                orders[rank] = (ticket,)
+    def _together(self, picture: Picture, held: Held) -> Orders:
+        """A held call goes alone, a creation that stands still goes on at all its members."""
+        rank, ticket = held
+        names = {
+            creation.communicator
+            for call in picture.snapshots[rank].inside
+            if call.ticket == ticket
+            for creation in call.creates
+        }
+        if not names:
+            return {rank: (ticket,)}
+        orders: Orders = {}
+        for rank, ticket in sorted(picture.standing(names)):
+            orders[rank] = (*orders.get(rank, ()), ticket)
         return orders
 
     def _pointed_to(self, picture: Picture) -> set[int]:
@@ -233,7 +250,7 @@ class Cut:
 
     def _noted(self, memory: Memory, snapshots: Mapping[int, Snapshot], now: float) -> Memory:
         mark = (sum(s.moves for s in snapshots.values()), sum(len(s.undrained) for s in snapshots.values()))
-        held = [(rank, call.ticket) for rank, s in snapshots.items() for call in s.held]
+        held = [(rank, call.ticket) for rank, s in snapshots.items() for call in (*s.held, *s.inside)]
         following = max(memory.waiting.values(), default=0) + 1
         waiting = {key: memory.waiting.get(key, following) for key in held}
         moved_at = now if mark != memory.mark else memory.moved_at

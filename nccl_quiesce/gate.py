@@ -17,17 +17,15 @@ class Gate:
 
     A call takes `enter`, `look`, `settle`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with
     each ticket
-    that an order admits, or that was held when the gate opens; ``thawed`` when what a drain order stops may
-    go on.
+    that an order admits, or that was held when the gate opens; ``thawed`` when creations that
+    stood still may go on.
 
     Invariants:
 
-    * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as inside until `settle`,
-    then as
-      held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever
-      looked
-      at the gate while it was open. (A library without locks counts at `enter`, and takes off in a report what is held
-      and what has not settled.)
+    * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as entering until `settle`, then
+      as held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever
+      looked at the gate while it was open. (A library without locks counts at `enter`, and takes off in a report what is
+      held and what has not settled.)
     * While the gate is closed ``admitted`` grows only by `obey`.
     * `obey` carries out each round at most once, whatever is late, doubled or lost; an attempt that is over stays over.
     * Calls under stream capture never come here; destroys do not either, except to be seen (`destroy`).
@@ -45,7 +43,8 @@ class Gate:
         self.handles: dict[tuple[str, int], Handle] = {}
         self.users: dict[str, int] = {}
         self.exited = False
-        self.stopped = 0  #: threads that wait to submit work to a stream
+        self._thaw: set[int] = set()  #: creations that may come through
+        self._free: dict[int, Call] = {}  #: threads that may submit work until the next order
         self._tickets = itertools.count(1)
 
     # ---- what the job's threads do
@@ -84,6 +83,15 @@ class Gate:
             self._handle(creation, "ready")
             self.users.setdefault(creation.communicator, call.thread)
 
+    def submit(self, thread: int) -> int | None:
+        """A thread has work for a stream: None: it may submit it; otherwise it is held, and ``let_in`` will name this."""
+        if self.phase != "drain" or thread in self._free:
+            return None
+        self.moves += 1
+        ticket = next(self._tickets)
+        self.held[ticket] = Call(ticket, thread)
+        return ticket
+
     def destroy(self, communicator: str, member: int) -> None:
         """The job gave a member up; its counts stay."""
         self.moves += 1
@@ -98,10 +106,9 @@ class Gate:
 
     # ---- what the coordinator does
 
-    @property
-    def frozen(self) -> bool:
-        """Creations must not come through (their results are not looked at), and no work may go to a stream."""
-        return self.phase == "drain"
+    def stands(self, ticket: int) -> bool:
+        """Whether a creation must not come through: its result is not looked at."""
+        return self.phase == "drain" and ticket not in self._thaw
 
     def obey(self, order: Order, undrained: Callable[[], tuple[str, ...]]) -> Snapshot | None:
         """Carry out an order and report; None for an order that is out of date."""
@@ -109,18 +116,25 @@ class Gate:
             return None
         if (order.attempt, order.round) > (self.attempt, self.round):
             self.attempt, self.round = order.attempt, order.round
-            was, self.phase = self.phase, order.phase
-            tickets = order.admit if order.phase != "open" else tuple(self.held)
-            for ticket in tickets:
+            self.phase = order.phase
+            self._free.clear()
+            for ticket in order.admit if order.phase != "open" else tuple(self.held):
                 if (call := self.held.pop(ticket, None)) is not None:
                     self.moves += 1
-                    self._begin(call)
+                    if call.lanes or call.creates:
+                        self._begin(call)
+                    else:
+                        self._free[call.thread] = call
                     self._let_in(ticket)
-            if was == "drain" and not self.frozen:
+                elif ticket in self.inside:
+                    self._thaw.add(ticket)
+            if order.admit or order.phase == "open":
                 self._thawed()
         return self.report(undrained() if self.phase == "drain" else ())
 
-    def report(self, undrained: tuple[str, ...] = (), waits_for: tuple[int, ...] = ()) -> Snapshot:
+    def report(
+        self, undrained: tuple[str, ...] = (), wet: tuple[int, ...] = (), waits_for: tuple[int, ...] = ()
+    ) -> Snapshot:
         """The process as it is now."""
         return Snapshot(
             attempt=self.attempt,
@@ -128,13 +142,14 @@ class Gate:
             rank=self.rank,
             admitted=dict(self.admitted),
             held=tuple(self.held.values()),
-            inside=(*self.entering.values(), *self.inside.values()),
+            entering=len(self.entering) + len(self._free),
+            inside=tuple(self.inside.values()),
             handles=tuple(self.handles.values()),
             users=dict(self.users),
             waits_for=waits_for,
             moves=self.moves,
             undrained=undrained,
-            stopped=self.stopped > 0,
+            wet=wet,
             exited=self.exited,
         )
 

@@ -43,8 +43,7 @@ class Call(msgspec.Struct, frozen=True):
     """One call that the gate treats as a whole: an operation, an outermost group, the launch of a graph, a creation.
 
     ``ticket``: unique in its process, ascending in the order of entry, so also in the order of counting. ``thread``:
-    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such
-    a call
+    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such a call
     passes every gate.
     """
 
@@ -67,16 +66,13 @@ class Handle(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True):
     """What one process reports in a round, taken at one instant after it obeyed the order of that round.
 
-    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that have
-    entered
-    and are neither held nor back, also those that have not looked at the gate yet (not counted so far). ``handles``:
-    all members of this process, with those that
-    are gone (their counts stay). ``users``: for each communicator the thread that used it last. ``waits_for``: ranks
-    that a blocked descriptor of a thread outside points to.
-    ``moves``: a number that changes whenever anything of this report changes. ``undrained``: names of streams that
-    still
-    have work; filled only in answer to a drain order. ``stopped``: a thread waits to submit work because of that
-    order. ``exited``: the process ended well, and its counts are final.
+    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that were let in
+    and have not returned. ``entering``: how many threads have come and not settled whether they are held, or may submit
+    work to streams in spite of a drain order. ``handles``: all members of this process, with those that are gone (their
+    counts stay). ``users``: for each communicator the thread that used it last. ``waits_for``: ranks that a blocked
+    descriptor of a thread outside points to. ``moves``: a number that changes whenever anything of this report changes.
+    ``undrained``: names of streams that still have work, and ``wet``: threads that submitted it; filled only in answer to
+    a drain order. ``exited``: the process ended well, and its counts are final.
     """
 
     attempt: int
@@ -85,20 +81,25 @@ class Snapshot(msgspec.Struct, frozen=True):
     admitted: dict[Lane, int] = {}
     held: tuple[Call, ...] = ()
     inside: tuple[Call, ...] = ()
+    entering: int = 0
     handles: tuple[Handle, ...] = ()
     users: dict[str, int] = {}
     waits_for: tuple[int, ...] = ()
     moves: int = 0
     undrained: tuple[str, ...] = ()
-    stopped: bool = False
+    wet: tuple[int, ...] = ()
     exited: bool = False
 
 
 class Order(msgspec.Struct, frozen=True):
     """What the coordinator tells one process in one round.
 
-    ``cut``: gates are closed, held calls with these tickets go on. ``drain``: the same, creations stand still, and the
-    answer names undrained streams. ``open``: the attempt is over, gates are open.
+    ``cut``: gates are closed. ``drain``: the same, and besides creations stand still, and no thread submits work to any
+    stream (such a thread is held, with a call that has no lanes), so that a dry stream stays dry; the answer names
+    streams that are not. ``open``: the attempt is over, gates are open.
+
+    ``admit``: tickets that go on: held calls; creations that stand still; a thread that is held with work for a stream
+    may submit any until the next order, and is reported as entering until then.
     """
 
     attempt: int
@@ -154,12 +155,6 @@ class Drain(msgspec.Struct, frozen=True):
     """Nobody is behind and nobody inside: see whether the streams run dry."""
 
 
-class Resume(msgspec.Struct, frozen=True):
-    """Back from draining to cutting: a creation came through at some of its members while the order was on its way,
-    or a
-    stream waits for a thread that the drain order stops."""
-
-
 class Accept(msgspec.Struct, frozen=True):
     """The cut: every operation that was issued has all its partners and is done."""
 
@@ -175,4 +170,4 @@ class Abort(msgspec.Struct, frozen=True):
     undrained: tuple[tuple[int, str], ...] = ()
 
 
-Decision: TypeAlias = Wait | Admit | Drain | Resume | Accept | Abort
+Decision: TypeAlias = Wait | Admit | Drain | Accept | Abort

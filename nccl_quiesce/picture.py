@@ -72,11 +72,22 @@ class Picture:
             if states != {"creating"} and ("creating" in states or len(self.ranks[name]) < self.size[name])
         }
 
-    def coming(self) -> bool:
-        """Whether all members of some creation are inside it, and none has finished it."""
-        return any(
-            states == {"creating"} and len(self.ranks[name]) == self.size[name] for name, states in self.states.items()
-        )
+    def coming(self) -> set[str]:
+        """Communicators that all members are making and none has yet."""
+        return {
+            name
+            for name, states in self.states.items()
+            if states == {"creating"} and len(self.ranks[name]) == self.size[name]
+        }
+
+    def standing(self, names: set[str] | None = None) -> set[Held]:
+        """Creations that some rank is inside of, of these communicators (None: of any)."""
+        return {
+            (rank, call.ticket)
+            for rank, snapshot in self.snapshots.items()
+            for call in snapshot.inside
+            if any(names is None or creation.communicator in names for creation in call.creates)
+        }
 
     def takeable(self, call: Call) -> bool:
         """Whether a call may be inside at the cut: destroys, and creations that no member has finished."""
@@ -99,6 +110,29 @@ class Picture:
         again = [name for name, states in self.states.items() if states == {"creating"}]
         widowed = [name for name, states in self.states.items() if {"ready", "gone"} <= states]
         return Plan(tuple(sorted(rebuild)), tuple(sorted(again)), tuple(sorted(widowed)))
+
+    # ---- what a drain order holds
+
+    def idle(self) -> set[Held]:
+        """Held threads that only have work for a stream."""
+        return {
+            (rank, call.ticket)
+            for rank, snapshot in self.snapshots.items()
+            for call in snapshot.held
+            if not call.lanes and not call.creates
+        }
+
+    def wet(self) -> set[Held]:
+        """Held calls of threads that have work in a stream that is not dry.
+
+        What such a stream waits for comes earlier in the program's order than what the thread would do next.
+        """
+        return {
+            (rank, call.ticket)
+            for rank, snapshot in self.snapshots.items()
+            for call in snapshot.held
+            if call.thread in snapshot.wet
+        }
 
     # ---- operations that wait whole
 

@@ -124,18 +124,22 @@ class Rank:
         self.by_ticket: dict[int, Thread] = {}
 
     def let_in(self, ticket: int) -> None:
-        self.world.later(0.0, self.world.begin, self.by_ticket[ticket])
+        thread = self.by_ticket[ticket]
+        go_on = self.world.step if thread.state == "stopped" else self.world.begin
+        self.world.later(0.0, go_on, thread)
 
     def thawed(self) -> None:
         for thread in self.threads:
             if thread.state == "created, frozen":
                 self.world.later(0.0, self.world.created, thread, thread.life)
-            elif thread.state in ("again", "stopped"):
-                self.gate.stopped -= thread.state == "stopped"
+            elif thread.state == "again" and self.gate.phase == "open":
                 self.world.later(0.0, self.world.step, thread)
 
     def undrained(self) -> tuple[str, ...]:
         return tuple(str(number) for number, stream in self.streams.items() if stream.queue)
+
+    def wet(self) -> tuple[int, ...]:
+        return tuple({number // 2 for number, stream in self.streams.items() if stream.queue and number < 10})
 
     def waits_for(self) -> tuple[int, ...]:
         program = self.world.program
@@ -282,9 +286,7 @@ class World:
                     return
             else:
                 assert kind == "stream waits"
-                if self.stops(rank):
-                    thread.state = "stopped"
-                    rank.gate.stopped += 1
+                if self.stops(thread):
                     return
                 self.enqueue(Kernel(rank, step[1], [], step[2] + shift))
             thread.at += 1
@@ -318,9 +320,14 @@ class World:
         self.later(self.random.random() * 1e-5, self.step, thread)
         return True
 
-    def stops(self, rank: Rank) -> bool:
+    def stops(self, thread: Thread) -> bool:
         """Whether work for a stream must wait."""
-        return rank.gate.frozen
+        ticket = thread.rank.gate.submit(thread.number)
+        if ticket is None:
+            return False
+        thread.rank.by_ticket[ticket] = thread
+        thread.state = "stopped"
+        return True
 
     def _wake(self, threads: list[Thread]) -> None:
         for thread in threads:
@@ -414,7 +421,7 @@ class World:
         creations = thread.steps[thread.at][1]
         if any(len(self.creating[c.communicator]) < c.size for c in creations):
             return
-        if thread.rank.gate.frozen:
+        if thread.rank.gate.stands(thread.ticket):
             thread.state = "created, frozen"
             return
         thread.state = "inside"
@@ -590,7 +597,7 @@ class World:
         report = rank.gate.obey(order, rank.undrained)
         if report is not None:
             if report.held or report.inside or rank.gate.phase == "drain" or self.program.hints != "none":
-                report = rank.gate.report(report.undrained, rank.waits_for())
+                report = rank.gate.report(report.undrained, rank.wet(), rank.waits_for())
             for delay in self._deliveries():
                 self.later(delay, self._report, rounds, report)
 

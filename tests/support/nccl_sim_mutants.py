@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
-from moorage.nccl_quiesce.cut import Cut, Memory
+from moorage.nccl_quiesce.cut import Cut, Memory, Orders
 from moorage.nccl_quiesce.gate import Gate
 from moorage.nccl_quiesce.model import Abort, Call, Creation, Lane, Plan, Snapshot
 from moorage.nccl_quiesce.picture import Held, Picture
-from tests.support.nccl_sim import Op, Rank, Step, Thread, World
+from tests.support.nccl_sim import Op, Step, Thread, World
 
 # ---- counting
 
@@ -19,10 +20,10 @@ class CountedAfterTheGate(World):
     """A call is seen and counted only after it has passed the gate."""
 
     class Gate(Gate):
-        def report(self, undrained: tuple[str, ...] = (), waits_for: tuple[int, ...] = ()) -> Snapshot:
+        def report(self, *arguments: Any, **named: Any) -> Snapshot:
             entering, self.entering = self.entering, {}
             try:
-                return super().report(undrained, waits_for)
+                return super().report(*arguments, **named)
             finally:
                 self.entering = entering
 
@@ -83,18 +84,16 @@ class CreationsComeThrough(World):
     """A drain order does not stop creations from coming through."""
 
     class Gate(Gate):
-        frozen = False
+        def stands(self, ticket: int) -> bool:
+            return False
 
     gate = Gate
-
-    def stops(self, rank: Rank) -> bool:
-        return rank.gate.phase == "drain"
 
 
 class StreamsFillAgain(World):
     """A drain order does not stop threads from submitting work to streams."""
 
-    def stops(self, rank: Rank) -> bool:
+    def stops(self, thread: Thread) -> bool:
         return False
 
 
@@ -252,24 +251,38 @@ class NoSlideWhileDraining(Cut):
         return None if memory.draining else super().slid(memory, picture, now)
 
 
-class NothingIsStopped(Cut):
-    """A drain that stalls never lets go of what the drain order itself stops."""
+class CreationsStandForEver(Cut):
+    """What a drain order stops besides the gates, creations, never slides."""
 
-    def stopped(self, memory: Memory, picture: Picture, now: float) -> bool:
-        return False
+    def slid(self, memory: Memory, picture: Picture, now: float) -> Held | None:
+        picture.coming = set  # type: ignore[method-assign]
+        return super().slid(memory, picture, now)
+
+
+class HalfMadeStandForEver(Cut):
+    """A creation that came through at some members stands still at the others."""
+
+    def orders(self, memory: Memory, picture: Picture) -> Orders:
+        return super().orders(msgspec.structs.replace(memory, draining=False), picture)
+
+
+class WorkIsHeldForEver(Cut):
+    """Threads with work for a stream never slide."""
+
+    class picture(Picture):
+        def whole(self) -> set[Held]:
+            calls = {(rank, call.ticket): call for rank, s in self.snapshots.items() for call in s.held}
+            return {held for held in super().whole() if calls[held].lanes or calls[held].creates}
 
 
 class AnySlides(Cut):
     """Rule 3 takes any held call, those first whose communicators have nobody behind, and at random among these."""
 
-    def eligible(self, picture: Picture, candidates: set[Held]) -> set[Held]:
+    def eligible(self, picture: Picture) -> set[Held]:
         disturbed = {lane.communicator for shorts in picture.behind.values() for lane in shorts}
-        calm = set()
-        for rank, snapshot in picture.snapshots.items():
-            for call in snapshot.held:
-                if not any(lane.communicator in disturbed for lane in call.lanes):
-                    calm.add((rank, call.ticket))
-        return calm or candidates
+        calls = {(rank, call.ticket): call for rank, s in picture.snapshots.items() for call in s.held}
+        calm = {held for held, call in calls.items() if not disturbed & {lane.communicator for lane in call.lanes}}
+        return calm or set(calls)
 
     def _noted(self, memory: Memory, snapshots: Mapping[int, Snapshot], now: float) -> Memory:
         noted = super()._noted(memory, snapshots, now)
@@ -344,7 +357,9 @@ CUTS: list[type[Cut]] = [
     AnyThreadPushed,
     NoSlide,
     NoSlideWhileDraining,
-    NothingIsStopped,
+    CreationsStandForEver,
+    HalfMadeStandForEver,
+    WorkIsHeldForEver,
     AnySlides,
     NewestSlides,
     OnlyHints,

@@ -248,6 +248,7 @@ def _body(build: Builder, length: int, weights: dict[str, float], mean: float, p
     ranks = program.ranks
     kinds, shares = list(weights), list(weights.values())
     waits: list[tuple[int, int, Step]] = []
+    last: list[tuple[int, int, Step]] = []
     lagging = rng.random() < 0.4
     for _ in range(length):
         kind = rng.choices(kinds, shares)[0]
@@ -273,7 +274,14 @@ def _body(build: Builder, length: int, weights: dict[str, float], mean: float, p
             build.add(rank, thread, ("sync", 2 * thread + rng.randrange(2)))
         elif kind == "stream":
             target, thread, (_, flag, _) = build.message(rank, rng.randrange(ranks))
-            build.add(target, thread, ("stream waits", 2 * thread + rng.randrange(2), flag))
+            stream = 2 * thread + rng.randrange(2)
+            if program.loop:
+                # A thread that only has streams wait, lap after lap, would always be ahead of whoever it waits for:
+                # there is no instant at which its stream is dry. So it has a call before, and waits for the stream.
+                if not any(step[0] == "call" for step in program.steps[target, thread][program.loop[target, thread] :]):
+                    continue
+                last.append((target, thread, ("sync", stream)))
+            build.add(target, thread, ("stream waits", stream, flag))
         elif kind == "create":
             if rng.random() < 0.5:
                 _new(build)
@@ -293,7 +301,7 @@ def _body(build: Builder, length: int, weights: dict[str, float], mean: float, p
         while waits and rng.random() < (0.1 if lagging else 0.5):
             target, thread, step = waits.pop()
             build.add(target, thread, step)
-    for target, thread, step in waits:
+    for target, thread, step in waits + last:
         build.add(target, thread, step)
 
 
