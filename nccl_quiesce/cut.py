@@ -29,7 +29,6 @@ from moorage.nccl_quiesce.model import (
 )
 from moorage.nccl_quiesce.picture import Held, Picture
 
-
 Orders: TypeAlias = dict[int, tuple[int, ...]]  #: for each rank the tickets of calls that may go on
 
 
@@ -116,7 +115,8 @@ class Cut:
     # ---- the rules
 
     def orders(self, memory: Memory, picture: Picture) -> Orders:
-        """Rules 1 and 2 for every rank that is behind; and creations that some members have come through for the rest."""
+        """Rules 1 and 2 for every rank that is behind; and creations that some members have come through for the
+        rest."""
         orders: Orders = {}
         for rank in picture.behind:
             if tickets := self.owed(picture, rank):
@@ -145,9 +145,11 @@ class Cut:
     def pushed(self, picture: Picture, rank: int) -> int | None:
         """Rule 2. The call that is missing will come from some thread, and one that is held may be in its way.
 
-        It is if that thread used such a communicator last. If another thread did, that one is running, or blocked inside
+        It is if that thread used such a communicator last. If another thread did, that one is running, or blocked
+        inside
         NCCL by a partner that is behind, and comes by itself. Moving the wrong thread takes the rank ahead elsewhere,
-        its partners fall behind, and two ranks can push each other for ever. Where this guess does not help, a slide does.
+        its partners fall behind, and two ranks can push each other for ever. Where this guess does not help, a slide
+        does.
         """
         users = {picture.snapshots[rank].users.get(lane.communicator) for lane in picture.behind[rank]}
         return next((call.ticket for call in picture.snapshots[rank].held if call.thread in users), None)

@@ -22,9 +22,11 @@ class Gate:
 
     Invariants:
 
-    * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as entering until `settle`, then
+    * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as entering until `settle`,
+    then
       as held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever
-      looked at the gate while it was open. (A library without locks counts at `enter`, and takes off in a report what is
+      looked at the gate while it was open. (A library without locks counts at `enter`, and takes off in a report what
+      is
       held and what has not settled.)
     * While the gate is closed ``admitted`` grows only by `obey`.
     * `obey` carries out each round at most once, whatever is late, doubled or lost; an attempt that is over stays over.
@@ -84,7 +86,8 @@ class Gate:
             self.users.setdefault(creation.communicator, call.thread)
 
     def submit(self, thread: int) -> int | None:
-        """A thread has work for a stream: None: it may submit it; otherwise it is held, and ``let_in`` will name this."""
+        """A thread has work for a stream: None: it may submit it; otherwise it is held, and ``let_in`` will name
+        this."""
         if self.phase != "drain" or thread in self._free:
             return None
         self.moves += 1

@@ -43,7 +43,8 @@ class Call(msgspec.Struct, frozen=True):
     """One call that the gate treats as a whole: an operation, an outermost group, the launch of a graph, a creation.
 
     ``ticket``: unique in its process, ascending in the order of entry, so also in the order of counting. ``thread``:
-    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such a call
+    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such
+    a call
     passes every gate.
     """
 
@@ -66,12 +67,14 @@ class Handle(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True):
     """What one process reports in a round, taken at one instant after it obeyed the order of that round.
 
-    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that were let in
+    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that were
+    let in
     and have not returned. ``entering``: how many threads have come and not settled whether they are held, or may submit
     work to streams in spite of a drain order. ``handles``: all members of this process, with those that are gone (their
     counts stay). ``users``: for each communicator the thread that used it last. ``waits_for``: ranks that a blocked
     descriptor of a thread outside points to. ``moves``: a number that changes whenever anything of this report changes.
-    ``undrained``: names of streams that still have work, and ``wet``: threads that submitted it; filled only in answer to
+    ``undrained``: names of streams that still have work, and ``wet``: threads that submitted it; filled only in
+    answer to
     a drain order. ``exited``: the process ended well, and its counts are final.
     """
 

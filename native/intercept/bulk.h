@@ -1,5 +1,5 @@
-// Device memory that the proxy manages: blocks of physical memory whose descriptors the broker keeps, and where they are
-// mapped. Addresses never change; physical memory can go (evict) and come back (adopt, map).
+// Device memory that the proxy manages: blocks of physical memory whose descriptors the broker keeps, and where they
+// are mapped. Addresses never change; physical memory can go (evict) and come back (adopt, map).
 #pragma once
 
 #include <cstdint>

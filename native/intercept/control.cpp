@@ -20,9 +20,9 @@
 #include "bulk.h"
 #include "channel.h"
 #include "contexts.h"
-#include "driver.h"
 #include "gate.h"
 #include "quiesce.h"
+#include "status.h"
 
 namespace moorage::control {
 namespace {
@@ -100,28 +100,6 @@ bool tell_news() {
     if (!send(wire::Type::Forget, 0, &block, sizeof block, "", -1)) return false;
   }
   return true;
-}
-
-std::string escaped(const std::string& text) {
-  std::string safe;
-  for (const char c : text) {
-    if (c == '"' || c == '\\') safe += '\\';
-    if (static_cast<unsigned char>(c) >= 0x20) safe += c;
-  }
-  return safe;
-}
-
-std::string status_text() {
-  std::string text = "{\"level\":" + std::to_string(static_cast<unsigned>(gate::now())) +
-                     ",\"held\":" + std::to_string(gate::held()) + ",\"waiting\":" + std::to_string(gate::waiting()) +
-                     "," + bulk::describe() + ",\"absent\":" + std::to_string(driver::absent()) +
-                     ",\"found_by_name\":" + std::to_string(driver::found_by_name()) + ",\"unknown\":{";
-  bool first = true;
-  for (const driver::Unknown& one : driver::unknown()) {
-    text += std::string(first ? "" : ",") + "\"" + escaped(one.name) + "\":" + std::to_string(one.times);
-    first = false;
-  }
-  return text + "}}";
 }
 
 void end_connection() {

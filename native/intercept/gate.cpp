@@ -38,7 +38,8 @@ void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t seen, std:
 }
 
 void futex_wake_all(const std::atomic<std::uint32_t>& word) {
-  syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, nullptr, nullptr, 0);
+  syscall(SYS_futex, reinterpret_cast<const std::uint32_t*>(&word), FUTEX_WAKE_PRIVATE, 0x7FFFFFFF, nullptr, nullptr,
+          0);
 }
 
 // After this, whoever was running sees what was written before it, and what they had written is seen here.

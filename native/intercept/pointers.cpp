@@ -1,5 +1,5 @@
-// What the driver says about an address in a block from cuMemAlloc is put right: for it that is a mapping, for the job it
-// is an allocation. And legacy IPC for such blocks, which the driver refuses for mappings: by the broker's descriptors.
+// What the driver says about an address in a block from cuMemAlloc is put right: for it that is a mapping, for the job
+// it is an allocation. And legacy IPC for such blocks, which the driver refuses for mappings: by the broker's descriptors.
 #include <unistd.h>
 
 #include <cstring>

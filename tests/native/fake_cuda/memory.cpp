@@ -72,17 +72,6 @@ void make_inaccessible(std::uintptr_t address, std::size_t size) {
        0);
 }
 
-CUresult copy(std::uintptr_t to, std::uintptr_t from, std::size_t size) {
-  if (const CUresult bad = usable()) return bad;
-  if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
-  for (const std::uintptr_t address : {to, from}) {
-    if (!accessible(address, size, current()->device)) return CUDA_ERROR_ILLEGAL_ADDRESS;
-  }
-  if (const CUresult bad = submit(nullptr, [=] { std::memcpy(translate(to), translate(from), size); })) return bad;
-  stream_of(nullptr)->drain();
-  return CUDA_SUCCESS;
-}
-
 }  // namespace
 
 void* translate(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
@@ -242,7 +231,8 @@ FAKE CUresult cuPointerGetAttribute(void* data, CUpointer_attribute attribute, C
   }
 }
 
-FAKE CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** data, CUdeviceptr address) {
+FAKE CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes, void** data,
+                                     CUdeviceptr address) {
   for (unsigned i = 0; i < count; ++i) {
     if (const CUresult bad = cuPointerGetAttribute(data[i], attributes[i], address)) return bad;
   }
@@ -250,7 +240,8 @@ FAKE CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attrib
   return CUDA_SUCCESS;
 }
 
-FAKE CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+FAKE CUresult cuMemGetAllocationGranularity(size_t* size, const CUmemAllocationProp*,
+                                            CUmemAllocationGranularity_flags) {
   *size = kGranularity;
   return usable();
 }
@@ -316,7 +307,9 @@ FAKE CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, CUmemGen
   note("cuMemMap");
   const std::lock_guard lock(fake::mutex);
   const auto found = handles.find(handle);
-  if (found == handles.end() || flags != 0 || offset + size > found->second.memory->size) return CUDA_ERROR_INVALID_VALUE;
+  if (found == handles.end() || flags != 0 || offset + size > found->second.memory->size) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
   auto reserved = reservations.upper_bound(address);
   if (reserved == reservations.begin()) return CUDA_ERROR_INVALID_VALUE;
   --reserved;
@@ -375,8 +368,8 @@ FAKE CUresult cuMemGetAccess(unsigned long long* flags, const CUmemLocation* loc
   return CUDA_SUCCESS;
 }
 
-FAKE CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
-                                           unsigned long long) {
+FAKE CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle handle,
+                                           CUmemAllocationHandleType type, unsigned long long) {
   note("cuMemExportToShareableHandle");
   const std::lock_guard lock(fake::mutex);
   const auto found = handles.find(handle);
@@ -434,35 +427,4 @@ FAKE CUresult cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp* proper
   if (found == handles.end()) return CUDA_ERROR_INVALID_VALUE;
   *properties = found->second.memory->properties;
   return CUDA_SUCCESS;
-}
-
-FAKE CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t size) {
-  note("cuMemcpyHtoD_v2");
-  return copy(to, reinterpret_cast<std::uintptr_t>(from), size);
-}
-FAKE CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t size) {
-  note("cuMemcpyDtoH_v2");
-  return copy(reinterpret_cast<std::uintptr_t>(to), from, size);
-}
-FAKE CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count) {
-  note("cuMemsetD32_v2");
-  if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
-  if (!accessible(to, count * 4, current()->device)) return CUDA_ERROR_ILLEGAL_ADDRESS;
-  if (const CUresult bad = submit(nullptr, [=] {
-        auto* words = static_cast<unsigned*>(translate(to));
-        std::fill(words, words + count, value);
-      })) {
-    return bad;
-  }
-  stream_of(nullptr)->drain();
-  return CUDA_SUCCESS;
-}
-
-FAKE CUresult cuMemHostAlloc(void** pointer, size_t size, unsigned) {
-  *pointer = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  return usable();
-}
-FAKE CUresult cuMemFreeHost(void* pointer) {
-  munmap(pointer, 1);
-  return usable();
 }

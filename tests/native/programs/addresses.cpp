@@ -1,4 +1,4 @@
-// cuGetProcAddress, every version and stream flag: always a function of the proxy, always the one that the driver means.
+// cuGetProcAddress, every version and stream flag: always a function of the proxy, and the one that the driver means.
 #include <string>
 
 #include "check.h"

@@ -1,4 +1,4 @@
-// A small GPU broker for tests: keeps descriptors, answers requests, gives orders. One thread reads for each connection.
+// A small GPU broker for tests: keeps descriptors, answers requests, gives orders. One thread for each connection.
 #pragma once
 
 #include <linux/kcmp.h>

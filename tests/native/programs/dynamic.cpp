@@ -2,6 +2,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <fstream>
+#include <iterator>
 #include <string>
 
 #include "check.h"
@@ -41,6 +43,25 @@ void driver_first() {
   OK(init(0));
 }
 
+void no_driver() {
+  // A proxy whose driver's path leads nowhere. The loader refuses it as it refuses a libcuda.so.1 that is not there, so
+  // programs that can do without a GPU know what to do, and it says which file is missing.
+  std::ifstream in(PROXY, std::ios::binary);
+  std::string image{std::istreambuf_iterator<char>(in), {}};
+  const std::string path = REAL;
+  std::string nowhere = path;
+  nowhere.replace(nowhere.size() - 4, 4, "none");
+  for (std::size_t at = 0; (at = image.find(path, at)) != std::string::npos; at += path.size()) {
+    image.replace(at, path.size(), nowhere);
+  }
+  const std::string copy = "/tmp/moorage-test-" + std::to_string(getpid()) + ".so";
+  std::ofstream(copy, std::ios::binary) << image;
+  CHECK(dlopen(copy.c_str(), RTLD_NOW) == nullptr);
+  const std::string error = dlerror();
+  unlink(copy.c_str());
+  CHECK(error.find(nowhere) != std::string::npos);
+}
+
 void apart(void (*test)()) {
   const pid_t child = fork();
   if (child == 0) {
@@ -57,4 +78,5 @@ int main() {
   apart(by_name);
   apart(by_absolute_path);
   apart(driver_first);
+  apart(no_driver);
 }

@@ -1,4 +1,5 @@
-// Legacy IPC between two processes of a pod, over a checkpoint of both. This process is the broker, its children the job.
+// Legacy IPC between two processes of a pod, over a checkpoint of both. This process is the broker, its children are
+// the job.
 #include <sys/wait.h>
 
 #include <memory>
