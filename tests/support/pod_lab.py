@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from moorage.errors import Unavailable
 from moorage.runtime import programs
 from moorage.worker import journal
 from moorage.worker.guard.client import GuardClient
@@ -191,12 +192,13 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 async def until_event(client: GuardClient, wanted: Callable[[GuardEvent], bool], seconds: float = 20.0) -> GuardEvent:
-    """The first event (the status of now included) for which ``wanted`` holds."""
+    """The first event (the status of now included) for which ``wanted`` holds. Raises `Unavailable` when the guard
+    ends before it, as an operation would."""
     async with asyncio.timeout(seconds):
         async for event in client.events():
             if wanted(event):
                 return event
-    raise AssertionError("the guard ended")
+    raise Unavailable("the guard ended")
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
