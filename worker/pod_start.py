@@ -68,9 +68,9 @@ def _lay_root(pod: Pod, user: pod_user.User) -> None:
         hidden=pod.node.hidden(),
     )
     pod.layers = layers
+    podinit.install(layers.upper, init_config(pod, user))
     layers.mount()
     write_names(pod)
-    podinit.install(layers.root, init_config(pod, user))
     write_bundle(pod, user)
 
 

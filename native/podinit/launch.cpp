@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -29,7 +30,14 @@ std::vector<char*> pointers(std::vector<std::string>& strings) {
   return out;
 }
 
+// What init itself may do is nothing that a process of another user could ever get back.
+void drop_bounding_set() {
+  for (unsigned long capability = 0; prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0; ++capability) {
+  }
+}
+
 void become_owner(const Config& config) {
+  if (config.uid != 0) drop_bounding_set();
   if (setgroups(config.groups.size(), config.groups.data()) != 0) give_up(126, "setgroups", errno);
   if (setresgid(config.gid, config.gid, config.gid) != 0) give_up(126, "setresgid", errno);
   if (setresuid(config.uid, config.uid, config.uid) != 0) give_up(126, "setresuid", errno);

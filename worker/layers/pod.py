@@ -158,6 +158,11 @@ class PodLayers:
         return self._layers[0].merged
 
     @property
+    def upper(self) -> Path:
+        """The upper layer of the root file system: what is written there before `mount` is in the pod."""
+        return self._layers[0].upper
+
+    @property
     def binds(self) -> tuple[LayerBind, ...]:
         """Bind mounts for the OCI configuration, parents first."""
         return tuple(LayerBind(layer.merged, layer.mountpoint, layer.name) for layer in self._layers[1:])

@@ -6,9 +6,12 @@ it before each dump and restore.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Final
 
+from moorage.errors import EnvironmentLacking
+from moorage.worker.sandbox import limits, native
 from moorage.worker.sandbox.cgroup import PodCgroup
 
 #: Names in the pod's folder.
@@ -28,6 +31,21 @@ _OPTIONS: Final = (
 #   it such a file is a refusal that names it.
 # tcp-skip-in-flight: a connection that was not accepted yet would be reset at restore. Without it the dump fails, the
 #   job runs on, and the next attempt finds the connection accepted.
+
+
+#: Stands for prlimit(2) of another user's process where root may not call it: see native/criu_limits.
+LIMITS_LIBRARY: Final = "moorage-criu-limits.so"
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Variables that CRIU needs on this machine beside the usual ones."""
+    if limits.has_capability(limits.CAP_SYS_RESOURCE):
+        return {}
+    try:
+        return {"LD_PRELOAD": str(native.find(LIMITS_LIBRARY, "criu_limits"))}
+    except EnvironmentLacking:
+        return {}  # jobs of root can be saved without; for others CRIU's own words say what is missing
 
 
 def dump_options() -> str:

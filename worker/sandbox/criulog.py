@@ -111,7 +111,7 @@ _LACKS: Final = (
     _rule(
         r"Can't [gs]et rlimit .*Operation not permitted",
         "root lacks CAP_SYS_RESOURCE here, without which CRIU cannot save or restore processes of another user",
-        "run the worker with all capabilities, or the job as root",
+        "install moorage anew (it lacks moorage-criu-limits.so), or run the worker with all capabilities",
     ),
     _rule(r"No space left on device", "no space is left on this node's disk", "make room"),
 )

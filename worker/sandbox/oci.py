@@ -27,8 +27,11 @@ ROOT_CAPABILITIES: Final = (
     "CAP_MKNOD", "CAP_NET_BIND_SERVICE", "CAP_NET_RAW", "CAP_SETFCAP", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID",
     "CAP_SYS_CHROOT",
 )  # fmt: skip
-#: What pid 1 needs for a job of another user: to become that user and to signal its processes. The ranks have none.
-INIT_CAPABILITIES: Final = ("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_KILL", "CAP_SETGID", "CAP_SETUID")
+#: What pid 1 needs for a job of another user: to become that user for good (SETPCAP: with an empty bounding set) and to
+#: signal its processes. The ranks have none.
+INIT_CAPABILITIES: Final = (
+    "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_KILL", "CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID",
+)  # fmt: skip
 
 _ENOSYS: Final = 38
 _UNLIMITED: Final = 2**64 - 1

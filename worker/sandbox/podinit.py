@@ -13,16 +13,15 @@ The file is a list of fields, each ended by a NUL byte, so that the program need
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from moorage.errors import EnvironmentLacking, UsageError
+from moorage.errors import UsageError
+from moorage.worker.sandbox import native
 
 BINARY: Final = "moorage-init"
 #: Where both files lie inside the pod; root's alone.
@@ -79,25 +78,14 @@ def encode(config: InitConfig) -> bytes:
 
 def binary() -> Path:
     """The installed program. Raises `EnvironmentLacking`."""
-    import moorage
-
-    package = Path(moorage.__file__).parent
-    candidates = [package / "_native" / BINARY, package.parents[1] / "build" / "native" / "native" / "podinit" / BINARY]
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        # An editable installation has the sources here and what was built in site-packages.
-        installed = importlib.metadata.distribution("moorage").locate_file(f"moorage/_native/{BINARY}")
-        candidates.append(Path(str(installed)))
-    if explicit := os.environ.get("MOORAGE_INIT"):
-        candidates = [Path(explicit)]
-    built = [candidate for candidate in candidates if os.access(candidate, os.X_OK)]
-    if built:
-        return max(built, key=lambda candidate: candidate.stat().st_mtime)  # whoever changes it wants the newest
-    hint = "install moorage from a wheel, or run `cmake -S . -B build/native && cmake --build build/native`"
-    raise EnvironmentLacking(f"{BINARY} is not built", hint)
+    return native.find(BINARY, "podinit", variable="MOORAGE_INIT")
 
 
 def install(upper: Path, config: InitConfig) -> None:
-    """Lay program (0700) and configuration (0600) into the pod's upper layer, below `FOLDER`."""
+    """Lay program (0700) and configuration (0600) into the pod's fresh upper layer, below `FOLDER`.
+
+    Before it is mounted: through the merged folder, a symlink of that name in a job's image would lead to the host.
+    """
     folder = upper / FOLDER.lstrip("/")
     folder.mkdir(mode=0o700, exist_ok=True)
     shutil.copyfile(binary(), folder / "init")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from moorage.errors import EnvironmentLacking, MoorageError
-from moorage.worker.sandbox import criulog, process
+from moorage.worker.sandbox import criu, criulog, process
 
 _SYSTEM_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 DUMP_LOG: Final = "dump.log"
@@ -176,7 +176,8 @@ class Runc:
     ) -> str:
         logged = self._log_size()
         try:
-            ended = await process.run(self.command(*arguments), env=self.environment(), stdout=stdout, started=started)
+            env = self.environment() | (criu.environment() if criu_log is not None else {})
+            ended = await process.run(self.command(*arguments), env=env, stdout=stdout, started=started)
         except OSError as error:
             raise EnvironmentLacking(f"{self.program}: {error.strerror}", "run `moorage doctor`") from error
         if ended.code == 0:
