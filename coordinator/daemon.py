@@ -114,7 +114,7 @@ class Coordinator:
     async def run(self) -> None:
         """Serve, and lead whenever elected. Raises `MoorageError` when it cannot start."""
         config = self._config
-        store = await asyncio.to_thread(Store.open, config.store, create=True)
+        store = await asyncio.to_thread(Store.open, config.store, create=True, settings=config.store_settings)
         etcd = EtcdClient(
             config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=config.etcd.password()
         )

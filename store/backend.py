@@ -1,4 +1,4 @@
-"""Where a store's bytes live: the interface that a kind of storage has to offer. `posix` is the one that exists.
+"""Where a store's bytes live: the interface that a kind of storage has to offer: `posix` a folder, `s3` a bucket.
 
 The interface is what an object store can do as well: whole objects put if absent, packs streamed by one writer under
 their final name, ranged reads, listings. No rename, no append, no partial overwrite.
@@ -54,6 +54,13 @@ class Backend(Protocol):
     @property
     def settle_seconds(self) -> float:
         """For how long another host's listing may be stale (0 for a local file system)."""
+
+    @property
+    def pack_size(self) -> int:
+        """How large a pack should become, in bytes."""
+
+    def make_folders(self, folders: Sequence[str]) -> None:
+        """Make ready for a new store. Raises `UsageError` when something else is there already."""
 
     def put(self, name: str, data: Data, *, durable: bool = True) -> bool:
         """Create ``name`` with ``data``, whole or not at all. False: the name exists already.

@@ -32,8 +32,8 @@ def copy_chunks(store: Store, lease: Lease, wanted: dict[bytes, int]) -> int:
         for start in range(0, len(places), _BATCH):
             batch = {name: wanted[name] for _, name in places[start : start + _BATCH]}
             for group in store.reader.groups(batch):
-                for name, codec, stored, plain in group:
-                    writer.add(name, codec, len(plain), stored)
+                for _, header, stored, _ in group:
+                    writer.add(header, stored)
                     copied += len(stored) + fmt.CHUNK_HEADER
                 writer.flush()
         writer.close()

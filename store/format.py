@@ -1,7 +1,7 @@
 """The bytes of packs, chunks and objects: pure encoding and decoding. ``docs/store.md`` has the tables.
 
-Everything is little endian. Each header names its format version, codec, cipher, key and nonce, so that encryption can
-come without a new format; today the cipher is always `CIPHER_NONE` and the nonce zero.
+Everything is little endian. Each header names its format version, codec, cipher, key and nonce. `CIPHER_GCM` is
+`moorage.store.sealing`: first compressed, then encrypted, with the header (and an object's path) authenticated.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import NamedTuple
 import zstandard
 
 from moorage.errors import CorruptData, NewerVersion
+from moorage.store.sealing import TAG_BYTES, Sealer
 
 FORMAT = 1
 CODEC_RAW = 0
 CODEC_ZSTD = 1
 CIPHER_NONE = 0
+CIPHER_GCM = 1
 
 _CHUNK = struct.Struct("<4sBBBB8s24sII32s")
 _PACK = struct.Struct("<8sB7x8s16s16s8x")
@@ -50,6 +52,8 @@ class ChunkHeader(NamedTuple):
     codec: int
     plain: int
     stored: int
+    cipher: int = CIPHER_NONE
+    nonce: bytes = _NO_NONCE
 
 
 class PackEntry(NamedTuple):
@@ -63,23 +67,53 @@ class PackEntry(NamedTuple):
 
 def chunk_header(header: ChunkHeader, key_id: bytes) -> bytes:
     """The `CHUNK_HEADER` bytes for ``header``; ``key_id`` is 8 bytes long."""
-    name, codec, plain, stored = header
-    return _CHUNK.pack(_CHUNK_MAGIC, FORMAT, codec, CIPHER_NONE, 0, key_id, _NO_NONCE, plain, stored, name)
+    name, codec, plain, stored, cipher, nonce = header
+    return _CHUNK.pack(_CHUNK_MAGIC, FORMAT, codec, cipher, 0, key_id, nonce, plain, stored, name)
 
 
 def parse_chunk_header(data: bytes | bytearray | memoryview, offset: int, where: str) -> ChunkHeader:
     """Decode the header at ``offset``. Raises `CorruptData` (``where`` names the place), `NewerVersion`."""
     try:
-        magic, version, codec, cipher, _, _, _, plain, stored, name = _CHUNK.unpack_from(data, offset)
+        magic, version, codec, cipher, _, _, nonce, plain, stored, name = _CHUNK.unpack_from(data, offset)
     except struct.error:
         raise CorruptData(f"{where}: cut short inside a chunk's header") from None
     if magic != _CHUNK_MAGIC:
         raise CorruptData(f"{where}: no chunk header there")
-    if version > FORMAT or codec > CODEC_ZSTD or cipher > CIPHER_NONE:
+    if version > FORMAT or codec > CODEC_ZSTD or cipher > CIPHER_GCM:
         raise newer(f"{where}: chunk of format {version}, codec {codec}, cipher {cipher}")
     if not version or plain > LARGEST_CHUNK or stored > LARGEST_CHUNK + (1 << 16):
         raise CorruptData(f"{where}: the chunk's header makes no sense")
-    return ChunkHeader(name, codec, plain, stored)
+    return ChunkHeader(name, codec, plain, stored, cipher, nonce)
+
+
+def seal_chunk(
+    sealer: Sealer | None, name: bytes, codec: int, plain: int, payload: bytes | memoryview, key_id: bytes
+) -> tuple[ChunkHeader, bytes | memoryview]:
+    """Header and stored bytes of a chunk of ``plain`` bytes whose (perhaps compressed) bytes are ``payload``."""
+    if sealer is None:
+        return ChunkHeader(name, codec, plain, len(payload)), payload
+    header = ChunkHeader(name, codec, plain, len(payload) + TAG_BYTES, CIPHER_GCM, sealer.nonce())
+    return header, sealer.seal(header.nonce, payload, chunk_header(header, key_id))
+
+
+def open_chunk(
+    sealer: Sealer | None, header: ChunkHeader, head: memoryview, stored: memoryview, where: str
+) -> memoryview:
+    """The reverse of `seal_chunk`: the bytes, still compressed. ``head`` is the header as it stands in the pack.
+
+    Raises `CorruptData` when a bit differs, or when the chunk is not encrypted in a store that is, or the reverse.
+    """
+    check_cipher(sealer, header.cipher, where)
+    if sealer is None:
+        return stored
+    return memoryview(sealer.open(header.nonce, stored, head, where))
+
+
+def check_cipher(sealer: Sealer | None, cipher: int, where: str) -> None:
+    """Raises `CorruptData` unless encrypted things are all that an encrypted store holds."""
+    if (cipher == CIPHER_NONE) != (sealer is None):
+        found = "not encrypted" if cipher == CIPHER_NONE else "encrypted"
+        raise CorruptData(f"{where} is {found}, which nothing else in this store is", "use an earlier checkpoint")
 
 
 def pack_header(key_id: bytes, nonce: bytes, pack: str) -> bytes:
@@ -102,36 +136,47 @@ def check_pack_header(data: bytes | memoryview, nonce: bytes, pack: str) -> None
         raise CorruptData(f"pack {pack} belongs to another store")
 
 
-def encode_object(kind: int, payload: bytes, key_id: bytes, digest: bytes) -> bytes:
-    """A whole object (index, manifest, blob): header and payload, compressed if that makes it smaller."""
+def encode_object(
+    kind: int, payload: bytes, key_id: bytes, digest: bytes, sealer: Sealer | None = None, path: str = ""
+) -> bytes:
+    """A whole object (index, manifest, blob): header and payload, compressed if that makes it smaller.
+
+    With ``sealer`` it is encrypted, and opens under ``path`` alone.
+    """
     codec, stored = CODEC_RAW, payload
     if len(payload) > 512:
         packed = zstandard.ZstdCompressor(level=1).compress(payload)
         if len(packed) < len(payload) * 0.9:
             codec, stored = CODEC_ZSTD, packed
-    head = _OBJECT.pack(
-        _OBJECT_MAGIC, FORMAT, codec, CIPHER_NONE, kind, key_id, _NO_NONCE, len(payload), len(stored), digest
-    )
-    return head + stored
+    cipher, nonce, length = CIPHER_NONE, _NO_NONCE, len(stored)
+    if sealer is not None:
+        cipher, nonce, length = CIPHER_GCM, sealer.nonce(), length + TAG_BYTES
+    head = _OBJECT.pack(_OBJECT_MAGIC, FORMAT, codec, cipher, kind, key_id, nonce, len(payload), length, digest)
+    return head + (stored if sealer is None else sealer.seal(nonce, stored, head + path.encode()))
 
 
-def decode_object(data: bytes, kind: int, where: str) -> tuple[bytes, bytes]:
+def decode_object(
+    data: bytes, kind: int, where: str, sealer: Sealer | None = None, path: str = ""
+) -> tuple[bytes, bytes]:
     """``(payload, digest)`` of what `encode_object` made; the caller compares the digest.
 
     Raises `CorruptData` when it is cut short, altered in a way that shows, or of another kind; `NewerVersion`.
     """
     if len(data) < OBJECT_HEADER:
         raise CorruptData(f"{where} is cut short")
-    magic, version, codec, cipher, found, _, _, plain, stored, digest = _OBJECT.unpack_from(data)
+    magic, version, codec, cipher, found, _, nonce, plain, stored, digest = _OBJECT.unpack_from(data)
     if magic != _OBJECT_MAGIC or not version:
         raise CorruptData(f"{where} is not an object of a moorage store")
-    if version > FORMAT or codec > CODEC_ZSTD or cipher > CIPHER_NONE:
+    if version > FORMAT or codec > CODEC_ZSTD or cipher > CIPHER_GCM:
         raise newer(f"{where} has format {version}, codec {codec}, cipher {cipher}")
     body = memoryview(data)[OBJECT_HEADER:]
     if len(body) != stored:
         raise CorruptData(f"{where} is cut short: {len(body)} of {stored} bytes")
     if found != kind:
         raise CorruptData(f"{where} is an object of another kind")
+    check_cipher(sealer, cipher, where)
+    if sealer is not None:
+        body = memoryview(sealer.open(nonce, body, data[:OBJECT_HEADER] + path.encode(), where))
     payload = bytes(body) if codec == CODEC_RAW else decompress(body, plain, where)
     if len(payload) != plain:
         raise CorruptData(f"{where} has {len(payload)} bytes where {plain} belong")

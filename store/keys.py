@@ -8,22 +8,28 @@ import secrets
 
 from blake3 import blake3
 
+from moorage.store.sealing import Sealer
+
 KEY_BYTES = 32
 
 
 class StoreKey:
-    """A store's secret and the keys derived from it. ``secret`` is `KEY_BYTES` long. Never log it."""
+    """A store's secret and the keys derived from it. ``secret`` is `KEY_BYTES` long. Never log it.
 
-    def __init__(self, secret: bytes) -> None:
+    ``sealer`` is there where the store is encrypted.
+    """
+
+    def __init__(self, secret: bytes, *, encrypted: bool = False) -> None:
         self.secret = secret
         self.chunks = self.derive("chunk names")
         self.objects = self.derive("object names")
         self.boundaries = self.derive("chunk boundaries")
         self.id = self.derive("key id")[:8]
+        self.sealer = Sealer(self.derive("data encryption")) if encrypted else None
 
     @classmethod
-    def random(cls) -> StoreKey:
-        return cls(secrets.token_bytes(KEY_BYTES))
+    def random(cls, *, encrypted: bool = False) -> StoreKey:
+        return cls(secrets.token_bytes(KEY_BYTES), encrypted=encrypted)
 
     def derive(self, purpose: str) -> bytes:
         """32 bytes for ``purpose`` that say nothing about the secret."""

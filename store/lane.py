@@ -19,6 +19,7 @@ class Lane:
 
     def __init__(self, packs: PackSet, compressor: Compressor) -> None:
         self._backend = packs.backend
+        self._key = packs.key
         self._pack = PackWriter(packs)
         self._compressor = compressor
         self._sources: dict[str, Source] = {}
@@ -28,8 +29,9 @@ class Lane:
         """Append a chunk; ``data`` must not change before `flush`. Returns its place and the bytes that it takes."""
         packed = self._compressor.compress(memoryview(data))
         payload = data if packed is None else packed
-        place = self._pack.add(name, fmt.CODEC_RAW if packed is None else fmt.CODEC_ZSTD, len(data), payload)
-        return place, fmt.CHUNK_HEADER + len(payload)
+        codec = fmt.CODEC_RAW if packed is None else fmt.CODEC_ZSTD
+        header, stored = fmt.seal_chunk(self._key.sealer, name, codec, len(data), payload, self._key.id)
+        return self._pack.add(header, stored), fmt.CHUNK_HEADER + len(stored)
 
     def flush(self, *, lazy: bool = False) -> None:
         """Hand what was stored to the backend. ``lazy``: only if that is worth a call."""
@@ -54,10 +56,12 @@ class Lane:
             header = fmt.parse_chunk_header(buffer, 0, place.pack)
             if header.name != name or header.stored != place.stored or header.plain != size:
                 return None
-            del buffer[: fmt.CHUNK_HEADER]
+            view = memoryview(buffer)
+            head, stored = view[: fmt.CHUNK_HEADER], view[fmt.CHUNK_HEADER :]
+            payload = fmt.open_chunk(self._key.sealer, header, head, stored, place.pack)
             if header.codec == fmt.CODEC_ZSTD:
-                return bytearray(fmt.decompress(buffer, size, place.pack))
-            return buffer if len(buffer) == size else None
+                return bytearray(fmt.decompress(payload, size, place.pack))
+            return bytearray(payload) if len(payload) == size else None
         except MoorageError:
             return None
 

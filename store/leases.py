@@ -19,8 +19,9 @@ from typing import Literal, Protocol
 import msgspec
 import structlog
 
-from moorage.errors import MoorageError, Unavailable
+from moorage.errors import CorruptData, MoorageError, NotFound, Unavailable
 from moorage.store.backend import Backend
+from moorage.store.sealing import NONCE_BYTES, Sealer
 
 TTL_SECONDS = 90.0
 _TRUST_SECONDS = 45.0
@@ -89,8 +90,9 @@ class _FileLease:
 class FileLeases:
     """Leases as files ``leases/<id>`` of the store itself. One thread renews all leases of this keeper."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, sealer: Sealer | None = None) -> None:
         self._backend = backend
+        self._sealer = sealer
         self._held: dict[str, _FileLease] = {}
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
@@ -100,7 +102,7 @@ class FileLeases:
         info = LeaseInfo(id=new_lease_id(), role=role, label=label, host=socket.gethostname(), roots=list(roots))
         lease = _FileLease(info, self._release)
         # Not durable: after a loss of power its holder is gone as well.
-        if not self._backend.put(_name(info.id), msgspec.json.encode(info), durable=False):
+        if not self._backend.put(_name(info.id), self._encoded(info), durable=False):
             raise Unavailable(f"lease {info.id} exists already", "try again")
         with self._lock:
             self._held[info.id] = lease
@@ -115,13 +117,25 @@ class FileLeases:
         for entry in self._backend.list("leases"):
             if now - entry.modified < TTL_SECONDS:
                 try:
-                    found.append(msgspec.json.decode(self._backend.get(entry.name), type=LeaseInfo))
-                except MoorageError:
+                    found.append(self._decoded(entry.name, self._backend.get(entry.name)))
+                except NotFound:
                     continue  # given back while we looked
-                except msgspec.MsgspecError:
+                except (CorruptData, msgspec.MsgspecError):
                     # Half a lease cannot exist; one of a later release may look different. It counts.
                     found.append(LeaseInfo(id=entry.name.rpartition("/")[2], role="write", label="unreadable"))
         return found
+
+    def _encoded(self, info: LeaseInfo) -> bytes:
+        data = msgspec.json.encode(info)
+        if self._sealer is None:
+            return data
+        nonce = self._sealer.nonce()
+        return nonce + self._sealer.seal(nonce, data, _name(info.id).encode())
+
+    def _decoded(self, name: str, data: bytes) -> LeaseInfo:
+        if self._sealer is not None:
+            data = self._sealer.open(data[:NONCE_BYTES], data[NONCE_BYTES:], name.encode(), name)
+        return msgspec.json.decode(data, type=LeaseInfo)
 
     def expired(self) -> list[str]:
         """Names of lease files whose holder is gone for good, for prune to remove."""

@@ -15,7 +15,7 @@ from moorage.store.codec import Rate
 from moorage.store.index import Location, PackRecord
 from moorage.store.keys import StoreKey
 
-PACK_SIZE = 64 << 20
+PACK_SIZE = 64 << 20  # at most; the backend may want smaller ones
 _BUFFERED = 1 << 20
 _UNSYNCED_PACKS = 4
 
@@ -97,19 +97,19 @@ class PackWriter:
         self._pending_size = 0
         self._seconds = 0.0
 
-    def add(self, name: bytes, codec: int, plain: int, data: Data) -> Location:
-        """Append a chunk. ``data`` must stay as it is until `flush`. Returns where it will be."""
+    def add(self, header: fmt.ChunkHeader, data: Data) -> Location:
+        """Append a chunk as it is stored. ``data`` must stay as it is until `flush`. Returns where it will be."""
         if self._sink is None:
             self._name, self._sink = self._packs.start()
             self._size, self._entries, self._seconds = fmt.PACK_HEADER, [], 0.0
-        self._entries.append(fmt.PackEntry(name, self._size, len(data), plain))
-        self._pending.append(fmt.chunk_header(fmt.ChunkHeader(name, codec, plain, len(data)), self._packs.key.id))
+        self._entries.append(fmt.PackEntry(header.name, self._size, len(data), header.plain))
+        self._pending.append(fmt.chunk_header(header, self._packs.key.id))
         self._pending.append(data)
         place = Location(self._name, self._size, len(data))
         added = fmt.CHUNK_HEADER + len(data)
         self._size += added
         self._pending_size += added
-        if self._size >= PACK_SIZE:
+        if self._size >= min(PACK_SIZE, self._packs.backend.pack_size):
             self.close()
         return place
 

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable
+from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable, UsageError
 from moorage.store.backend import Data, Entry
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -117,8 +117,18 @@ class PosixBackend:
             self._network = _is_network(self.root)
         return 60.0 if self._network else 0.0
 
+    @property
+    def pack_size(self) -> int:
+        return 64 << 20
+
     def make_folders(self, folders: Sequence[str]) -> None:
-        """Create the root and ``folders`` in it, all 0700."""
+        """Create the root and ``folders`` in it, all 0700. Raises `UsageError` when the root holds something else."""
+        if self.root.is_dir() and self.stat("config") is None:
+            foreign = sorted({entry.name for entry in self.root.iterdir()} - set(folders))
+            if foreign:
+                raise UsageError(
+                    f"store {self.location}: the folder is not a store and holds {foreign[0]}", "name an empty folder"
+                )
         with translated(str(self.root)):
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             for folder in folders:

@@ -29,7 +29,7 @@ class Opened(NamedTuple):
     """A verified chunk: its bytes, and as they are stored. Both are valid until this thread's next read."""
 
     name: bytes
-    codec: int
+    header: fmt.ChunkHeader
     stored: memoryview
     plain: memoryview
 
@@ -184,10 +184,11 @@ class Reader:
             raise CorruptData(f"{where}: the header belongs to another chunk", WAY_OUT)
         if len(stored) < header.stored:
             raise CorruptData(f"{where} is cut short", WAY_OUT)
-        plain = memoryview(fmt.decompress(stored, length, where)) if header.codec == fmt.CODEC_ZSTD else stored
+        payload = fmt.open_chunk(self._key.sealer, header, data[start - fmt.CHUNK_HEADER : start], stored, where)
+        plain = memoryview(fmt.decompress(payload, length, where)) if header.codec == fmt.CODEC_ZSTD else payload
         if len(plain) != length or self._key.chunk_name(plain) != name:
             raise CorruptData(f"{where} does not match its digest", WAY_OUT)
-        return Opened(name, header.codec, stored, plain)
+        return Opened(name, header, stored, plain)
 
     def _fetch(self, batch: list[_Part]) -> None:
         for target, segment in batch:

@@ -27,6 +27,7 @@ from moorage.store.patch import Patcher
 from moorage.store.prune import Pruner, PruneResult, Terms, wait_for_rival
 from moorage.store.reader import Reader
 from moorage.store.writer import Writer
+from moorage.store_settings import StoreSettings, wrapping_key
 
 failpoints.declare(
     *(f"store.{what}.{when}" for what in ("manifest.pod", "manifest.global", "object") for when in ("before", "after"))
@@ -55,17 +56,26 @@ class Store:
         self._rates = Rate(400e6), Rate(500e6)
 
     @classmethod
-    def open(cls, location: str, *, create: bool = False, leases: LeaseKeeper | None = None) -> Store:
-        """Open the store at ``location``: ``/path`` or ``file:///path``. ``create``: make it if there is none.
+    def open(
+        cls,
+        location: str,
+        *,
+        create: bool = False,
+        leases: LeaseKeeper | None = None,
+        settings: StoreSettings | None = None,
+    ) -> Store:
+        """Open the store at ``location``: ``/path``, ``file:///path`` or ``s3://bucket/prefix``.
 
-        Raises `NotFound` (no store there), `NewerVersion`, `UsageError`, `EnvironmentLacking` (no rights, no such
-        storage), `CorruptData`, `Unavailable`.
+        ``create``: make it if there is none. Raises `NotFound` (no store there), `NewerVersion`, `UsageError`,
+        `EnvironmentLacking` (no rights, no such storage, not the right key), `CorruptData`, `Unavailable`.
         """
-        backend = config.backend_of(location)
+        settings = settings or StoreSettings()
+        wrapping = wrapping_key(settings)
+        backend = config.backend_of(location, settings)
         if create:
-            config.create(backend)
-        settings, key = config.load(backend)
-        return cls(backend, settings, key, leases or FileLeases(backend))
+            config.create(backend, wrapping)
+        found, key = config.load(backend, wrapping)
+        return cls(backend, found, key, leases or FileLeases(backend, key.sealer))
 
     def anew(self) -> Store:
         """The same store with nothing of its index in memory."""
@@ -159,7 +169,7 @@ class Store:
         """Store a small blob (an archived log) as ``name``. Raises `Conflict` if other data has that name."""
         path = _blob_path(name)
         failpoints.hit_sync("store.object.before")
-        if not self.backend.put(path, self._encode(fmt.KIND_BLOB, data)) and self.get_object(name) != data:
+        if not self.backend.put(path, self._encode(path, fmt.KIND_BLOB, data)) and self.get_object(name) != data:
             raise Conflict(f"object {name} exists already in {self.location}", "choose another name")
         failpoints.hit_sync("store.object.after")
 
@@ -231,7 +241,7 @@ class Store:
         """The verified payload of the object at ``path``."""
         where = f"{self.location}/{path}"
         try:
-            payload, digest = fmt.decode_object(self.backend.get(path), kind, where)
+            payload, digest = fmt.decode_object(self.backend.get(path), kind, where, self.key.sealer, path)
         except CorruptData as error:
             raise CorruptData(error.message, error.hint or _HINTS.get(kind, "")) from error
         if digest != self.key.object_digest(kind, payload):
@@ -252,14 +262,15 @@ class Store:
 
     def put_record(self, path: str, kind: int, data: bytes) -> bool:
         """Write a record at a path. False: it exists."""
-        return self.backend.put(path, self._encode(kind, data))
+        return self.backend.put(path, self._encode(path, kind, data))
 
-    def _encode(self, kind: int, data: bytes) -> bytes:
-        return fmt.encode_object(kind, data, self.key.id, self.key.object_digest(kind, data))
+    def _encode(self, path: str, kind: int, data: bytes) -> bytes:
+        return fmt.encode_object(kind, data, self.key.id, self.key.object_digest(kind, data), self.key.sealer, path)
 
     def _put_named(self, folder: str, kind: int, data: bytes) -> str:
         name = self.key.object_digest(kind, data).hex()
-        path, encoded = f"{folder}/{name}", self._encode(kind, data)
+        path = f"{folder}/{name}"
+        encoded = self._encode(path, kind, data)
         # One that stands already must be sound, and counts as written now; prune may remove it in between.
         while not self.backend.put(path, encoded):
             if self.backend.touch(path):

@@ -29,6 +29,7 @@ from moorage.errors import Conflict, EnvironmentLacking, MoorageError, UsageErro
 from moorage.records import Keys, NodeRecord
 from moorage.runtime import doctor, programs
 from moorage.store import Store
+from moorage.store_settings import KEY_VARIABLE
 from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from moorage.worker import inventory
 from moorage.worker.agent import Agent
@@ -108,7 +109,8 @@ class _Daemon:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        store = await asyncio.to_thread(Store.open, config.store)
+        store = await asyncio.to_thread(Store.open, config.store, settings=config.store_settings)
+        os.environ.pop(KEY_VARIABLE, None)  # no guard and nobody's rank shall inherit it
         password = config.etcd.password()
         etcd = EtcdClient(config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=password)
         async with etcd:

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, get_args
 import msgspec
 
 from moorage.errors import NotFound, UsageError
+from moorage.store_settings import StoreSettings
 from moorage.tls import TlsFiles
 
 OutputFormat = Literal["table", "json", "yaml"]
@@ -68,6 +69,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     use_rto_max: bool = True  # let the pods' kernel wait at most a second to send again (tcp_rto_max_ms, Linux 6.15)
     uplink: str = ""  # interface towards the world; empty: the one of the default route
     runtime: str = DEFAULT_RUNTIME
+    store_settings: StoreSettings = StoreSettings()
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -81,6 +83,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     etcd: EtcdConfig
     state: str = DEFAULT_STATE
     lease_seconds: int = 10
+    store_settings: StoreSettings = StoreSettings()
 
 
 class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -106,6 +109,11 @@ def load(path: Path | str, kind: type[DaemonConfig]) -> DaemonConfig:
         return msgspec.convert(_read(Path(path)), kind)
     except msgspec.ValidationError as error:
         raise UsageError(f"{path}: {error}", "correct the setting; docs/configuration.md lists them all") from error
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A file's settings as they stand. Raises `NotFound`, `UsageError`."""
+    return _read(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_hosts_that_create_it_at_once_agree(tmp_path: Path) -> None:
     [
         ("/nonexistent/store", NotFound, "not a moorage store"),
         ("relative/path", UsageError, "not an absolute path"),
-        ("s3://bucket/x", EnvironmentLacking, "no s3 storage"),
+        ("gs://bucket/x", EnvironmentLacking, "no gs storage"),
         ("file://host/x", UsageError, "names no host"),
     ],
 )

@@ -74,7 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.patches.setattr(packs, "PACK_SIZE", 7_000)
         self.patches.setattr(writer, "_COARSE", 2 * 4096)  # so that two blocks and more are patched
         self.patches.setattr(packs, "ThreadPoolExecutor", InlineExecutor)
-        self.patches.setattr(StoreKey, "random", lambda: StoreKey(bytes(32)))
+        self.patches.setattr(StoreKey, "random", lambda encrypted=False: StoreKey(bytes(32)))
 
     @initialize()
     def hosts(self) -> None:

@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 from moorage import __version__
-from moorage.cli import checkpoints, cluster, jobs, launch
+from moorage.cli import checkpoints, cluster, jobs, launch, store
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
 
@@ -40,6 +40,8 @@ dev = typer.Typer(help="A whole cluster on this machine, to try moorage and to t
 runtime = typer.Typer(help="The programs that moorage stands on: CRIU, runc, etcd.", no_args_is_help=True)
 app.add_typer(dev, name="dev")
 app.add_typer(runtime, name="runtime")
+stores = typer.Typer(help="The keys of encrypted stores.", no_args_is_help=True)
+app.add_typer(stores, name="store")
 
 
 def _version(wanted: bool) -> None:
@@ -91,6 +93,8 @@ app.command(name="torchrun", context_settings=_PASS_ON)(launch.torchrun)
 for _dev_command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
     dev.command()(_dev_command)
 runtime.command(name="install")(cluster.install)
+for _store_command in (store.new_key, store.rotate_key):
+    stores.command()(_store_command)
 
 
 def main(arguments: list[str] | None = None) -> Any:
