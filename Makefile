@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 PY := $(CURDIR)/$(BIN)/python -P
 STAMPS := $(VENV)/stamps
 PYTEST_ARGS ?=
+# Most tests wait for processes, so more than there are cores; 0 runs all of them in one process, one after another.
+TEST_JOBS ?= 4
 export PYTHONSAFEPATH := 1
 
 NATIVE := CMakeLists.txt $(shell find native -type f 2>/dev/null)
@@ -28,7 +30,7 @@ setup: $(STAMPS)/installed runtime ## all that moorage needs to run here: packag
 
 .PHONY: test
 test: lint proto-check native-test setup $(STAMPS)/torch ## all checks and tests, with real etcd, CRIU and runc
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 .PHONY: demo
 demo: setup $(STAMPS)/torch ## a training job loses a node and goes on bit for bit (build/demo-report.json)

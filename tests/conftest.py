@@ -6,14 +6,13 @@ import functools
 import importlib.util
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from moorage.errors import EnvironmentLacking
 from moorage.runtime import programs
-from tests.support import leftovers
+from tests.support import leftovers, removal
 
 
 @functools.cache
@@ -41,19 +40,51 @@ def _lacks_torch() -> str:
 _LACKS = {"root": _lacks_root, "gpu": _lacks_gpu, "torch": _lacks_torch}
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for mark, lacks in _LACKS.items():
             if item.get_closest_marker(mark) and (reason := lacks()):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    # What takes long because it waits begins first; files stay whole, for what their tests share.
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def nothing_is_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fails the run if it left a process, mount, namespace, link, cgroup or table on the machine."""
+_WATCH = pytest.StashKey[leftovers.Watch]()
+_LEFT = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Looks at the machine before anything is made: once for the whole run, however many processes it has."""
+    if hasattr(session.config, "workerinput"):
+        return  # one of several: the process that started it judges
     token = secrets.token_hex(8)
     os.environ[leftovers.TOKEN_VARIABLE] = token
-    watch = leftovers.Watch(token, tmp_path_factory.getbasetemp())
-    yield
-    if left := watch.leftovers():
-        pytest.fail("the tests left behind:\n  " + "\n  ".join(left), pytrace=False)
+    folder: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    os.environ[leftovers.MADE_VARIABLE] = str(folder / "made")
+    session.config.stash[_WATCH] = leftovers.Watch(token, folder)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails the run if it left a process, mount, namespace, link, cgroup or table on the machine.
+
+    Comes after the processes of a parallel run have ended. What is left is removed; a run that was broken off had no
+    time to.
+    """
+    if (watch := session.config.stash.get(_WATCH, None)) is None:
+        return
+    if session.exitstatus == pytest.ExitCode.INTERRUPTED:
+        removal.remove(watch.token, watch.folder)
+    elif left := watch.leftovers():
+        session.config.stash[_LEFT] = left
+        removal.remove(watch.token, watch.folder)
+        if session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left := config.stash.get(_LEFT, None):
+        terminalreporter.section("left behind by the tests, now removed", red=True)
+        terminalreporter.write("".join(f"  {entry}\n" for entry in left))

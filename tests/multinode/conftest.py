@@ -1,27 +1,34 @@
-"""What takes long because it waits begins first and runs beside the other tests."""
+"""What takes long because it waits begins together, in threads, when the first of it is wanted."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.support import sealed as sealed_job
-from tests.support.judge import Line
+from tests.support import faults
+from tests.support.faults_run import run_lane
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _sealed_from_the_start(request: pytest.FixtureRequest, nothing_is_left_behind: None) -> Iterator[None]:
-    """Begins the two minutes of `sealed` before the first test of this folder, if a test of the run needs them."""
-    wanted = [item for item in request.session.items if "sealed" in getattr(item, "fixturenames", ())]
-    if any(not item.get_closest_marker("skip") for item in wanted):
-        request.getfixturevalue("sealed")
-    yield
+Lanes = dict[str, Future[list[str]]]
 
 
 @pytest.fixture(scope="session")
-def sealed(nothing_is_left_behind: None) -> Iterator[Future[list[Line]]]:
-    """The job of `tests.support.sealed`, under way."""
-    with ThreadPoolExecutor(1) as pool:
-        yield pool.submit(sealed_job.run)
+def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
+    """The lanes of the kill matrix that the tests of this run ask for, under way side by side."""
+    wanted = [
+        item.callspec.params.get("lane")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    broken_off = threading.Event()
+    with ThreadPoolExecutor(len(faults.LANES)) as pool:
+        try:
+            yield {
+                name: pool.submit(run_lane, name, cases, broken_off)
+                for name, cases in faults.LANES.items()
+                if name in wanted
+            }
+        finally:
+            broken_off.set()

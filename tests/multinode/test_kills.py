@@ -6,15 +6,13 @@ through all of its operations and in the end must have computed what it would ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import pytest
 
 from tests.support import faults
-from tests.support.faults_run import run_lane
 
-Lanes = dict[str, Future[list[str]]]
+pytestmark = pytest.mark.early
 
 
 def test_every_transition_of_the_state_machine_has_its_failpoints() -> None:
@@ -28,15 +26,9 @@ def test_every_failpoint_is_reached_by_some_scenario_or_says_why_not() -> None:
     assert not covered & excused
 
 
-@pytest.fixture(scope="module")
-def lanes() -> Iterator[Lanes]:
-    with ThreadPoolExecutor(len(faults.LANES)) as pool:
-        yield {name: pool.submit(run_lane, name, cases) for name, cases in faults.LANES.items()}
-
-
 @pytest.mark.root
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("lane", faults.LANES)
-def test_whoever_dies_wherever_no_job_and_no_checkpoint_is_lost(lanes: Lanes, lane: str) -> None:
+def test_whoever_dies_wherever_no_job_and_no_checkpoint_is_lost(lanes: dict[str, Future[list[str]]], lane: str) -> None:
     if failures := lanes[lane].result():
         pytest.fail("\n\n".join(failures), pytrace=False)

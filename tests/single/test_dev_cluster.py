@@ -30,13 +30,15 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def machine() -> Iterator[None]:
     """Each test leaves the machine as it found it, the setting for forwarding included."""
-    before, forward = leftovers.machine(), network.IP_FORWARD.read_text()
-    others = set(layout.names())
+    before = leftovers.machine()
+    with layout.locked(layout.MACHINE):  # others start and end clusters meanwhile
+        others, forward = layout.names(), network.IP_FORWARD.read_text()
     yield
-    new = leftovers._of_own_clusters(leftovers.machine() - before)
+    new = leftovers.of(leftovers.own, leftovers.machine() - before)
     assert new == set()
-    if not others and not layout.names():
-        assert network.IP_FORWARD.read_text() == forward
+    with layout.locked(layout.MACHINE):
+        if not others and not layout.names():
+            assert network.IP_FORWARD.read_text() == forward
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -135,7 +137,7 @@ def test_a_cluster_that_lost_its_supervisor_is_taken_down_all_the_same() -> None
 
 def test_a_start_that_fails_is_undone_and_keeps_its_logs(tmp_path: Path) -> None:
     name = f"test-{os.getpid()}-fails"
-    leftovers.clusters.add(name)
+    leftovers.made(name)
     state = tmp_path / "state"
     default = Path(DEV_CLIENT_FILE)
     pointed = default.readlink() if default.is_symlink() else None
@@ -150,7 +152,7 @@ def test_a_start_that_fails_is_undone_and_keeps_its_logs(tmp_path: Path) -> None
 
 def test_a_name_or_folder_that_is_taken_is_refused(tmp_path: Path) -> None:
     name = f"test-{os.getpid()}-taken"
-    leftovers.clusters.add(name)
+    leftovers.made(name)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     with pytest.raises(Conflict, match="is not empty"):
@@ -166,7 +168,7 @@ def test_a_name_or_folder_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 def test_what_stands_in_a_frozen_cgroup_of_a_node_is_ended_with_it(tmp_path: Path) -> None:
     name = f"test-{os.getpid()}-frozen"
-    leftovers.clusters.add(name)
+    leftovers.made(name)
     record = dev._record(name, tmp_path / "state", nodes=1, lease_seconds=5)
     node = record.nodes[0]
     network.create(record)

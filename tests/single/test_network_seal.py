@@ -19,7 +19,7 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    with Lab(hosts=2, tag="moorseal") as made:
+    with Lab(hosts=2) as made:
         yield made
 
 

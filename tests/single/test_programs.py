@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from moorage.dev.network import free_ports
 from tests.programs import family, pingpong, writes
 from tests.support.judge import judge, read
 
@@ -33,13 +34,8 @@ def _start(name: str, *arguments: str, cwd: Path, **environment: str) -> subproc
     )
 
 
-def _free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return str(server.getsockname()[1])
-
-
 def _ranks(cwd: Path, world: int, *arguments: str) -> list[subprocess.Popen[str]]:
-    port = _free_port()
+    port = str(free_ports(1)[0])
     return [
         _start("pingpong.py", *arguments, cwd=cwd, RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=port)
         for rank in range(world)

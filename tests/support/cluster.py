@@ -56,7 +56,7 @@ class DevCluster:
         self._clients = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        leftovers.clusters.add(self.name)
+        leftovers.made(self.name, self.folder)
         try:
             dev.up(
                 nodes=self._nodes,

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,23 +18,12 @@ import grpc
 
 from moorage.barrier.client import EtcdClient
 from moorage.barrier.etcdpb import POOL, auth_pb2, rpc_pb2
+from moorage.dev.network import free_ports
 from moorage.runtime import programs
 from moorage.trust import TlsFiles, create_authority, issue
 
 ROOT_PASSWORD = "root-secret"
 START_SECONDS = 30.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on just now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 class Etcd:

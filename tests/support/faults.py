@@ -299,10 +299,13 @@ SILENCE = [
 ]
 
 LANES: dict[str, list[Case]] = {
-    "attempts": ATTEMPTS,
-    "journeys": JOURNEYS,
+    "attempts": ATTEMPTS[::2],
+    "more attempts": ATTEMPTS[1::2],
+    "journeys": JOURNEYS[::2],
+    "more journeys": JOURNEYS[1::2],
     "ends": ENDS,
-    "returns": RETURNS,
+    "returns": RETURNS[::2],
+    "more returns": RETURNS[1::2],
     "workers": WORKERS,
     "restores": WORKERS_RESTORE,
     "guards": GUARDS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -43,8 +44,9 @@ def run_case(stage: Stage, case: Case) -> None:
     stage.judge(restored=case.restored)
 
 
-def run_lane(name: str, cases: Sequence[Case]) -> list[str]:
-    """All cases of a lane, one after another; returns what went wrong, one text for each case."""
+def run_lane(name: str, cases: Sequence[Case], broken_off: threading.Event) -> list[str]:
+    """All cases of a lane, one after another; returns what went wrong, one text for each case. Ends before the next
+    case when the test run was broken off."""
     failures: list[str] = []
     began = time.monotonic()
     short = any(case in SILENCE for case in cases)
@@ -52,6 +54,8 @@ def run_lane(name: str, cases: Sequence[Case]) -> list[str]:
     with DevCluster(nodes=3, lease_seconds=lease, client_patience=PATIENCE) as cluster:
         stage = Stage(cluster)
         for case in cases:
+            if broken_off.is_set():
+                return [*failures, f"{name}: broken off"]
             start = time.monotonic()
             try:
                 run_case(stage, case)

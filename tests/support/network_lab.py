@@ -5,6 +5,8 @@ Sockets are made inside a namespace and used from anywhere, so a test plays ever
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -13,26 +15,29 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moorage.runtime import programs
-from moorage.worker.network import MemberAddress, PodNetwork, PublishedPort, leftovers, namespace, remove_all
+from moorage.worker.network import MemberAddress, PodNetwork, PublishedPort, namespace, remove_all
+from moorage.worker.network import leftovers as left_on_host
+from tests.support import leftovers
 
 T = TypeVar("T")
+_numbers = itertools.count(1)
 WORLD_ADDRESS = "10.88.0.254"
 
 
 class Lab:
-    """Use as a context manager. ``tag`` names it: two with different tags do not meet.
+    """Use as a context manager. Those of several test processes do not meet.
 
     Hosts are numbered; host *i* has the address 10.88.0.(i+1).
     """
 
-    def __init__(self, hosts: int = 3, tag: str = "moortest") -> None:
-        self.cluster = tag
-        self.world = namespace.FOLDER / f"{tag}w"
-        self.hosts = [namespace.FOLDER / f"{tag}{number}" for number in range(hosts)]
+    def __init__(self, hosts: int = 3) -> None:
+        self.cluster = tag = f"lab-{os.getpid()}-{next(_numbers)}"
+        self.world = namespace.FOLDER / f"{tag}-world"
+        self.hosts = [namespace.FOLDER / f"{tag}-{number}" for number in range(hosts)]
         self._made: list[tuple[int, PodNetwork]] = []
 
     def __enter__(self) -> Lab:
-        self._tear_down()
+        leftovers.made(self.cluster)
         try:
             for path in (self.world, *self.hosts):
                 namespace.create(path)
@@ -125,7 +130,7 @@ class Lab:
 
     def left(self, host: int) -> list[str]:
         """What is left of moorage on the host."""
-        return self.on(host, lambda: leftovers(self.cluster, f"node-{host}"))
+        return self.on(host, lambda: left_on_host(self.cluster, f"node-{host}"))
 
 
 def listen(path: Path, address: str, port: int) -> socket.socket:

@@ -28,6 +28,7 @@ from moorage.worker.guard.messages import EtcdAccess, GuardConfig, GuardEvent
 from moorage.worker.journal_frames import Kind
 from moorage.worker.sandbox import criu, oci, podinit
 from moorage.worker.sandbox.cgroup import PodCgroup
+from tests.support import leftovers
 
 PATH = "/usr/local/bin:/usr/bin:/bin"
 #: Nobody listens there: a guard that must ask etcd gets no answer.
@@ -63,6 +64,7 @@ class PodLab:
         self._clients: list[GuardClient] = []
         self.family = [] if family is None else family
         self.family.append(self)
+        leftovers.made(self.name, self.folder)
 
     def prepare(self) -> None:
         """Folder, overlay and network namespace."""

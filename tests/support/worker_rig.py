@@ -35,6 +35,7 @@ from moorage.barrier.client import EtcdClient
 from moorage.barrier.twophase import Attempts
 from moorage.config import EtcdConfig, WorkerConfig, to_toml
 from moorage.dev import sweep
+from moorage.dev.network import free_ports
 from moorage.errors import NotFound
 from moorage.records import AttemptStart, IncarnationRecord, Keys, Outcome, Vote
 from moorage.store import Store
@@ -44,9 +45,11 @@ from moorage.v1.worker_pb2_grpc import WorkerStub
 from moorage.worker.network import cleanup
 from moorage.worker.sandbox.cgroup import PodCgroup
 from tests.support import leftovers
-from tests.support.etcd import Etcd, free_ports
+from tests.support.etcd import Etcd
 
 _numbers = itertools.count(1)
+_given = itertools.count(0)
+_MOST_PODS = 8
 NODE = "node-1"
 #: No VXLAN packet is ever sent to it: there is one node.
 ADDRESS = "10.255.255.1"
@@ -98,10 +101,11 @@ class WorkerRig:
         self.lease_seconds = lease_seconds
         self.etcd = Etcd()
         self.process: subprocess.Popen[bytes] | None = None
+        self._given: dict[tuple[object, ...], int] = {}  # what `number` has given
         self.endpoint = f"127.0.0.1:{free_ports(1)[0]}"
 
     def __enter__(self) -> Self:
-        leftovers.clusters.add(self.cluster)
+        leftovers.made(self.cluster, self.folder)
         try:
             self.etcd.__enter__()
             create_authority(self.folder / "ca", "rig")
@@ -134,6 +138,16 @@ class WorkerRig:
             self.print_logs()
         self.close()
 
+    def number(self, *what: object) -> int:
+        """A number for ``what``, the same each time; the few that follow belong to it too. At most 2,000,000.
+
+        All rigs of the machine share a network namespace, also those of other test processes: no two that live at the
+        same time give the same number.
+        """
+        if what not in self._given:
+            self._given[what] = os.getpid() % 2_000 * 1_000 + next(_given) * _MOST_PODS % 1_000
+        return self._given[what]
+
     def print_logs(self) -> None:
         """The last lines of the worker's and the guards' logs, on stderr."""
         for path in [self.log_path, *self.state.glob("pods/*/*/*/*.log"), *self.state.glob("pods/*/*/*/criu/*.log")]:
@@ -148,7 +162,7 @@ class WorkerRig:
                 os.kill(pid, signal.SIGKILL)
         for group in self._pod_cgroups():
             asyncio.run(PodCgroup(group).kill(20.0))
-        cleanup.remove_all(self.cluster)
+        cleanup.remove_all(self.cluster, NODE)
         sweep.unmount_below(self.folder)
         groups = [root / f"moorage-{self.cluster}" for root in sweep.hierarchies()]
         sweep.remove_cgroups([group for group in groups if group.is_dir()])
@@ -263,7 +277,11 @@ class Orders:
 
     def membership(self, job: str) -> worker_pb2.Membership:
         members = [worker_pb2.Member(pod=pod, node=NODE, node_address=ADDRESS) for pod in range(self.specs[job].pods)]
-        return worker_pb2.Membership(vni=4000 + self.incarnations[job], slot=100 * len(self.specs), members=members)
+        return worker_pb2.Membership(vni=self.vni(job), slot=self.rig.number("slot", job), members=members)
+
+    def vni(self, job: str) -> int:
+        """The number of the network of the job's incarnation."""
+        return self.rig.number("vni", job, self.incarnations[job])
 
     async def call(self, method: str, request: Any, timeout: float = 60.0) -> Any:
         return await rpc.unary(getattr(self.stub, method), request, what="worker", timeout=timeout)
@@ -272,7 +290,7 @@ class Orders:
         """Make ``incarnation`` the job's own."""
         self.incarnations[job] = incarnation
         placement = [NODE] * self.specs[job].pods if placed else []
-        record = IncarnationRecord(incarnation=incarnation, placement=placement, vni=4000 + incarnation)
+        record = IncarnationRecord(incarnation=incarnation, placement=placement, vni=self.vni(job))
         await self.etcd.put(self.keys.incarnation(job), msgspec.json.encode(record))
 
     async def start(self, job: str, spec: types_pb2.JobSpec) -> list[Any]:

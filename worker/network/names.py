@@ -6,9 +6,9 @@ Addresses (all IPv4):
 * ``ext0`` of pod *i*: 100.64.0.0/11 + slot + i, unique in the cluster and the same for the job's life;
 * the host's end of every ``ext0``: 100.97.0.1.
 
-Device names have at most 15 characters: ``m``, three of a hash of the cluster, three of the node, one letter for the
-kind, seven of a hash of what the device belongs to. The names of network namespaces are made in the same way: nodes
-of a development cluster share ``/run/netns``.
+Device names have at most 15 characters: ``m``, three of a hash of the cluster, three of a hash of cluster and node, one
+letter for the kind, seven of a hash of what the device belongs to. The names of network namespaces are made in the
+same way: nodes of a development cluster share ``/run/netns``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def cluster_prefix(cluster: str) -> str:
 
 def node_prefix(cluster: str, node: str) -> str:
     """What the names of everything on ``node`` begin with."""
-    return cluster_prefix(cluster) + _digest(3, "node", node)
+    return cluster_prefix(cluster) + _digest(3, "node", cluster, node)
 
 
 class Names(msgspec.Struct, frozen=True):

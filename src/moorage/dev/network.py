@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import socket
 import subprocess
 from pathlib import Path
@@ -17,6 +18,8 @@ from moorage.runtime import programs
 from moorage.worker.network.names import node_prefix
 
 IP_FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10_000
 #: What `IP_FORWARD` held before the first cluster of this machine was started.
 FORWARD_BEFORE = RUN_FOLDER / "locks" / "ip_forward"
 #: In a node's namespace: drops what goes to and comes from etcd and the coordinator.
@@ -56,17 +59,19 @@ def taken_networks() -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nothing of this machine listens, at any address."""
-    sockets = []
-    try:
-        for _ in range(count):
-            probe = socket.socket()
-            sockets.append(probe)
-            probe.bind(("", 0))
-        return [probe.getsockname()[1] for probe in sockets]
-    finally:
-        for probe in sockets:
-            probe.close()
+    """Ports on which nothing of this machine listens, at any address. None of those that the kernel gives to outgoing
+    connections: such a one may be taken when a process that died shall listen on it again."""
+    lowest = int(PORT_RANGE.read_text().split()[0])
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        while len(found) < count:
+            probe = stack.enter_context(socket.socket())
+            # Where the kernel may give nearly every port, it has to choose.
+            port = random.randrange(_FIRST_PORT, lowest) if lowest > 2 * _FIRST_PORT else 0
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))
+                found.append(probe.getsockname()[1])
+        return found
 
 
 def link_exists(name: str) -> bool:
