@@ -14,7 +14,10 @@ from moorage.barrier.client import EtcdClient
 from moorage.barrier.election import Leadership
 from moorage.config import CoordinatorConfig
 from moorage.coordinator import attempt_orders, orders, planner, watch_pods
+from moorage.coordinator.capacity import NOTHING, Need, need_of
 from moorage.coordinator.checkpoints import Checkpoints
+from moorage.coordinator.cordons import Cordons
+from moorage.coordinator.drain.drains import Drains
 from moorage.coordinator.job import Job
 from moorage.coordinator.machine import JobState, Policies
 from moorage.coordinator.machine import events as ev
@@ -55,11 +58,14 @@ class Leader:
         self.workers = Workers(self.nodes, config.tls)
         self.jobs: dict[str, Job] = {}
         self.checkpoints = Checkpoints(self)
+        self.cordons = Cordons(self)
+        self.drains = Drains(self)
         self.loaded = asyncio.Event()
         self.submitting = asyncio.Lock()
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._watchers: dict[str, asyncio.Task[Any]] = {}
         self._over = asyncio.Event()
+        self._promised: dict[str, tuple[int, tuple[str, ...]]] = {}
 
     @property
     def epoch(self) -> int:
@@ -78,8 +84,8 @@ class Leader:
         """Take up all jobs and lead. Raises `LeadershipLost` when the term is over."""
         try:
             await self._until_lost(self._take_up())
-            self._spawn(self.nodes.follow(), "nodes")
-            self._spawn(self.checkpoints.housekeeping(), "housekeeping")
+            self.spawn(self.nodes.follow(), "nodes")
+            self.spawn(self.checkpoints.housekeeping(), "housekeeping")
             self.loaded.set()
             log.info("leading", epoch=self.epoch, jobs=len(self.jobs), nodes=sorted(self.nodes.live))
             await self._until_lost(self._over.wait())
@@ -105,7 +111,9 @@ class Leader:
                 task.cancel()
             await asyncio.gather(doing, lost, return_exceptions=True)
 
-    def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Do ``work`` beside; if it breaks down, the term ends."""
+
         async def guarded() -> None:
             try:
                 await work
@@ -125,6 +133,7 @@ class Leader:
 
     async def _take_up(self) -> None:
         await self.nodes.list()
+        await self.cordons.load()
         listing = await self.etcd.list(self.keys.jobs, keys_only=True)
         names = [
             key.removeprefix(self.keys.jobs).removesuffix("/state")
@@ -138,6 +147,7 @@ class Leader:
         self.nodes.on_live = self._node_live
         for record in list(self.nodes.live.values()):
             self._node_live(record)
+        await self.drains.take_up()
 
     async def load(self, name: str) -> Job | None:
         """Take up a job that etcd holds; None if there is none, or none that can be read. Raises `Unavailable`."""
@@ -160,9 +170,9 @@ class Leader:
         for node in state.nodes:
             if node not in self.nodes.live:
                 job.post(ev.NodeLost(time=time.time(), node=node))
-        self._spawn(job.run(), f"job {state.job}")
+        self.spawn(job.run(), f"job {state.job}")
         if state.policy.hang_seconds > 0:
-            self._spawn(watch_pods.watch_for_hangs(self, job), f"hangs of {state.job}")
+            self.spawn(watch_pods.watch_for_hangs(self, job), f"hangs of {state.job}")
         return job
 
     # -- nodes
@@ -177,7 +187,7 @@ class Leader:
     def _node_live(self, record: NodeRecord) -> None:
         if watcher := self._watchers.pop(record.node, None):
             watcher.cancel()
-        self._watchers[record.node] = self._spawn(watch_pods.watch_node(self, record.node), f"pods of {record.node}")
+        self._watchers[record.node] = self.spawn(watch_pods.watch_node(self, record.node), f"pods of {record.node}")
 
     def plan(self, job: Job | None, **options: Any) -> list[str]:
         """A node for each pod of ``job``. Raises `NoCapacity`, `NotFound`."""
@@ -192,31 +202,60 @@ class Leader:
         on: Sequence[str] = (),
         exclude: Sequence[str] = (),
         prefer: Sequence[str] = (),
+        seats: Sequence[str] = (),
     ) -> list[str]:
         """A node for each pod of ``spec``, as the nodes stand now. Raises `NoCapacity`, `NotFound`."""
-        placements = {
-            job.id: ([seat.node for seat in job.state.seats], job.spec.gpus_per_pod) for job in self.jobs.values()
-        }
-        used = planner.loads(placements, without=without)
+        used = self.used(without=without)
         places = [
             planner.Place(
                 node=record.node,
                 ready=record.ready,
+                cordoned=record.node in self.cordons,
                 gpus=len(record.gpus),
-                pods=used.get(record.node, (0, 0))[0],
-                gpus_used=used.get(record.node, (0, 0))[1],
+                slots=record.slots,
+                cpus=record.cpus,
+                memory=record.memory_bytes,
+                pods=used.get(record.node, NOTHING).pods,
+                gpus_used=used.get(record.node, NOTHING).gpus,
+                cpus_used=used.get(record.node, NOTHING).cpus,
+                memory_used=used.get(record.node, NOTHING).memory,
             )
             for record in self.nodes.live.values()
         ]
         wish = planner.Wish(
             pods=spec.pods,
             gpus_per_pod=spec.gpus_per_pod,
+            cpus_per_pod=spec.cpus,
+            memory_per_pod=spec.memory_bytes,
             on=list(on),
             allowed=list(spec.nodes),
             exclude=list(exclude),
             prefer=list(prefer),
+            seats=list(seats),
         )
         return planner.place(wish, places)
+
+    def promise(self, job: Job, names: Sequence[str]) -> None:
+        """Count these seats of the job's next incarnation as taken until it has them."""
+        self._promised[job.id] = (job.state.incarnation, tuple(names))
+
+    def seats(self, job: Job) -> tuple[str, ...]:
+        """The node of each pod of the job, as it is or is about to be."""
+        incarnation, names = self._promised.get(job.id, (-1, ()))
+        placing = job.state.bringup is not None and job.state.bringup.step == "placing"
+        if placing and incarnation == job.state.incarnation:
+            return names
+        return tuple(seat.node for seat in job.state.seats)
+
+    def used(self, *, without: str = "") -> dict[str, Need]:
+        """What the pods of all jobs but ``without`` take, by node."""
+        found: dict[str, Need] = {}
+        for job in self.jobs.values():
+            if job.id != without:
+                need = need_of(job.spec)
+                for node in self.seats(job):
+                    found[node] = found.get(node, NOTHING) + need
+        return found
 
     # -- orders and their surroundings
 
@@ -282,7 +321,7 @@ class Leader:
 
     def committed(self, job: Job) -> None:
         """A checkpoint of the job was committed: see what is to be forgotten."""
-        self._spawn(self.checkpoints.after_commit(job), f"retention of {job.id}")
+        self.spawn(self.checkpoints.after_commit(job), f"retention of {job.id}")
 
     # -- looking up
 

@@ -102,7 +102,9 @@ async def place(leader: Leader, job: Job, order: Place) -> None:
     while True:
         seen = leader.nodes.changed.rung
         try:
-            names = leader.plan(job, on=order.on, exclude=order.exclude)
+            on, wanted = ((), order.on) if order.exact else (order.on, ())
+            names = leader.plan(job, on=on, seats=wanted, exclude=order.exclude)
+            leader.promise(job, names)
             break
         except (NoCapacity, NotFound) as error:
             if str(error) != told:

@@ -6,32 +6,60 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from moorage.coordinator.capacity import UNBOUNDED, Need
 from moorage.errors import NoCapacity, NotFound
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """A node as placement sees it. ``pods`` and ``gpus_used``: of all other jobs."""
+    """A node as placement sees it. ``pods``, ``…_used``: of all other jobs. ``slots`` 0: any number of pods.
+
+    ``cordoned``: nothing new goes there.
+    """
 
     node: str
     ready: bool = True
+    cordoned: bool = False
     gpus: int = 0
     gpus_used: int = 0
     pods: int = 0
+    slots: int = 0
+    cpus: float = UNBOUNDED
+    cpus_used: float = 0.0
+    memory: int = UNBOUNDED
+    memory_used: int = 0
+
+    @property
+    def room(self) -> Need:
+        """What is left for the job that is placed."""
+        return Need(
+            pods=(self.slots or UNBOUNDED) - self.pods,
+            gpus=self.gpus - self.gpus_used,
+            cpus=self.cpus - self.cpus_used,
+            memory=self.memory - self.memory_used,
+        )
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be placed. ``on``: only these nodes, as asked for now; ``allowed``: only these, by the job's spec.
 
     ``exclude``: nodes that have just failed. ``prefer``: where pod 0, 1, … ran last, taken when all
-    else is equal.
+    else is equal. ``seats``: the node of each pod as a drain planned it, taken if that can be.
     """
 
     pods: int
     gpus_per_pod: int = 0
+    cpus_per_pod: float = 0.0
+    memory_per_pod: int = 0
     on: Sequence[str] = ()
     allowed: Sequence[str] = ()
     exclude: Sequence[str] = ()
     prefer: Sequence[str] = ()
+    seats: Sequence[str] = ()
+
+    @property
+    def need(self) -> Need:
+        """Of one pod."""
+        return Need(gpus=self.gpus_per_pod, cpus=self.cpus_per_pod, memory=self.memory_per_pod)
 
 
 def place(wish: Wish, places: Iterable[Place]) -> list[str]:
@@ -56,7 +84,17 @@ def place(wish: Wish, places: Iterable[Place]) -> list[str]:
         )
     usable = [live[node] for node in named] if named else sorted(live.values(), key=lambda p: p.node)
     usable = _sift(wish, usable)
-    return _spread(wish, usable)
+    return _as_planned(wish, usable) or _spread(wish, usable)
+
+
+def _as_planned(wish: Wish, places: list[Place]) -> list[str]:
+    """The seats that were planned; empty if there are none, or one of them cannot be had."""
+    free = {p.node: p.room for p in places}
+    for node in wish.seats:
+        if node not in free or not wish.need.fits(free[node]):
+            return []
+        free[node] -= wish.need
+    return list(wish.seats) if len(wish.seats) == wish.pods else []
 
 
 def _sift(wish: Wish, places: list[Place]) -> list[Place]:
@@ -67,6 +105,11 @@ def _sift(wish: Wish, places: list[Place]) -> list[Place]:
         raise NoCapacity(
             f"{_nodes([p.node for p in places])} cannot run pods", "moorage doctor on the node says what it lacks"
         )
+    in_service = [p for p in ready if not p.cordoned]
+    if not in_service:
+        are = "is" if len(ready) == 1 else "are"
+        raise NoCapacity(f"{_nodes([p.node for p in ready])} {are} cordoned", "moorage uncordon NODE")
+    ready = in_service
     fresh = [p for p in ready if p.node not in wish.exclude]
     if not fresh:
         raise NoCapacity(
@@ -79,35 +122,34 @@ def _spread(wish: Wish, places: list[Place]) -> list[str]:
     order = {p.node: index for index, p in enumerate(places)}
     pods = {p.node: p.pods for p in places}
     mine = dict.fromkeys(pods, 0)
-    free = {p.node: p.gpus - p.gpus_used for p in places}
+    free = {p.node: p.room for p in places}
+    need = wish.need
     chosen: list[str] = []
     for pod in range(wish.pods):
-        fits = [node for node in order if free[node] >= wish.gpus_per_pod]
+        fits = [node for node in order if need.fits(free[node])]
         if not fits:
-            have = sum(max(0, p.gpus - p.gpus_used) for p in places)
-            raise NoCapacity(
-                f"{wish.pods} pods with {wish.gpus_per_pod} GPUs each do not fit on {_nodes(list(order))}: "
-                f"{have} GPUs are free there, and no pod can be split",
-                "ask for fewer GPUs, or wait until others have ended",
-            )
+            raise _no_room(wish, places, free)
         last = wish.prefer[pod] if pod < len(wish.prefer) else ""
         node = min(fits, key=lambda n: (mine[n], mine[n] + pods[n], n != last, order[n]))
         chosen.append(node)
         mine[node] += 1
-        free[node] -= wish.gpus_per_pod
+        free[node] -= need
     return chosen
 
 
-def loads(placements: Mapping[str, tuple[Sequence[str], int]], *, without: str = "") -> dict[str, tuple[int, int]]:
-    """Pods and GPUs in use by node. ``placements``: of each job the nodes of its pods, and its GPUs per pod."""
-    used: dict[str, tuple[int, int]] = {}
-    for job, (nodes, gpus) in placements.items():
-        if job == without:
-            continue
-        for node in nodes:
-            count, taken = used.get(node, (0, 0))
-            used[node] = (count + 1, taken + gpus)
-    return used
+def _no_room(wish: Wish, places: list[Place], free: Mapping[str, Need]) -> NoCapacity:
+    nodes = _nodes([p.node for p in places])
+    need = wish.need
+    if need.gpus and all(need.gpus > room.gpus for room in free.values()):
+        have = sum(max(0, p.gpus - p.gpus_used) for p in places)
+        return NoCapacity(
+            f"{wish.pods} pods with {wish.gpus_per_pod} GPUs each do not fit on {nodes}: "
+            f"{have} GPUs are free there, and no pod can be split",
+            "ask for fewer GPUs, or wait until others have ended",
+        )
+    lacks = "; ".join(f"{node}: {need.short(room)}" for node, room in list(free.items())[:4])
+    what = f"{wish.pods} pods do" if wish.pods != 1 else "the pod does"
+    return NoCapacity(f"{what} not fit on {nodes} ({lacks})", "ask for less, or wait until others have ended")
 
 
 def _nodes(names: Sequence[str]) -> str:

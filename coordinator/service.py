@@ -21,6 +21,7 @@ from moorage.coordinator.job import Job
 from moorage.coordinator.leader import Leader
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.state import job_of
+from moorage.coordinator.service_fleet import FleetService
 from moorage.coordinator.workers import NodeGone
 from moorage.errors import Forbidden, NotFound, Unavailable, UsageError
 from moorage.store import CheckResult
@@ -31,7 +32,7 @@ from moorage.v1.coordinator_pb2_grpc import CoordinatorServicer
 log = structlog.get_logger(__name__)
 
 
-class CoordinatorService(CoordinatorServicer):
+class CoordinatorService(FleetService, CoordinatorServicer):
     """The servicer. ``leader`` is set while this coordinator leads, ``leader_address`` is who does."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -169,19 +170,6 @@ class CoordinatorService(CoordinatorServicer):
         raise NotFound(f"job {job.state.name} remembers no attempt {number}", f"its newest is {job.state.attempts}")
 
     # -- nodes
-
-    async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesReply:
-        leader = self._leading()
-        placed: dict[str, dict[str, int]] = {}
-        for job in leader.jobs.values():
-            for seat in job.state.seats:
-                counts = placed.setdefault(seat.node, {})
-                counts[job.id] = counts.get(job.id, 0) + 1
-        nodes = [
-            views.node_message(record, live=name in leader.nodes.live, jobs=placed.get(name, {}))
-            for name, record in sorted(leader.nodes.known.items())
-        ]
-        return pb.ListNodesReply(nodes=nodes)
 
     async def DescribeNode(self, request: pb.NodeRef, context: Any) -> worker_pb2.DescribeReply:
         leader = self._leading()

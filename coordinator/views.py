@@ -7,7 +7,7 @@ import msgspec
 from moorage.coordinator.checkpoints import Part
 from moorage.coordinator.job import Job
 from moorage.coordinator.machine.state import AttemptState, JobState, Queued, Seat
-from moorage.records import CheckpointRecord, Event, NodeRecord
+from moorage.records import CheckpointRecord, CordonRecord, Event, NodeRecord
 from moorage.store import CheckResult, PodManifest
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2, worker_pb2
@@ -183,7 +183,9 @@ def event_message(event: Event) -> pb.JobEvent:
     )
 
 
-def node_message(record: NodeRecord, *, live: bool, jobs: dict[str, int]) -> pb.Node:
+def node_message(
+    record: NodeRecord, *, live: bool, jobs: dict[str, int], cordon: CordonRecord | None = None
+) -> pb.Node:
     """A node; ``jobs``: the ids of the jobs that have pods there, and how many."""
     return pb.Node(
         node=record.node,
@@ -197,4 +199,8 @@ def node_message(record: NodeRecord, *, live: bool, jobs: dict[str, int]) -> pb.
         jobs=sorted(jobs),
         labels=record.labels,
         pods=sum(jobs.values()),
+        cordoned=cordon is not None,
+        cordon_reason=cordon.reason if cordon else "",
+        driver=record.driver,
+        slots=record.slots,
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from pathlib import Path
 
 import moorage
 from moorage.config import WorkerConfig
 from moorage.records import NodeRecord
 
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
@@ -43,6 +45,15 @@ def gpu_name(information: str) -> str:
 def gpus(folder: Path = _GPU_FOLDER) -> list[str]:
     """One entry ``UUID model`` for each NVIDIA GPU of the driver, in bus order; empty without a driver."""
     return [gpu_name(path.read_text()) for path in sorted(folder.glob("*/information"))]
+
+
+def driver(version: Path = _DRIVER_FILE) -> str:
+    """The version of the NVIDIA kernel driver; empty without one."""
+    try:
+        found = re.search(r"Kernel Module.*?\s(\d+\.\d[\d.]*)", version.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
 
 
 def fingerprint() -> dict[str, str]:
@@ -82,4 +93,6 @@ def record(config: WorkerConfig, *, session: str, port: int, ready: bool) -> Nod
         labels=dict(config.labels),
         ready=ready,
         lease_kept=True,
+        driver=driver(),
+        slots=config.slots,
     )

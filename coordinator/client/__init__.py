@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from moorage.coordinator.client.aio import AsyncClient, AsyncJob
+from moorage.coordinator.client.drains import DrainInfo, MoveInfo
 from moorage.coordinator.client.models import (
     AttemptInfo,
     CheckpointInfo,
@@ -30,10 +31,12 @@ __all__ = [
     "AttemptInfo",
     "CheckpointInfo",
     "Client",
+    "DrainInfo",
     "EventInfo",
     "Job",
     "JobInfo",
     "LogLine",
+    "MoveInfo",
     "NodeInfo",
     "PodInfo",
     "RankInfo",

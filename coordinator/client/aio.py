@@ -14,6 +14,7 @@ import grpc
 from moorage import config as configuration
 from moorage import rpc
 from moorage.coordinator.client.connection import Connection, request_id
+from moorage.coordinator.client.drains import FleetCalls
 from moorage.coordinator.client.models import (
     AttemptInfo,
     CheckInfo,
@@ -35,7 +36,7 @@ from moorage.v1 import types_pb2, worker_pb2
 ALL_RANKS = -1
 
 
-class AsyncClient:
+class AsyncClient(FleetCalls):
     """A client of one cluster. Without arguments it uses the settings that the command line uses.
 
     Raises `UsageError` if no coordinator is configured. Calls raise `MoorageError` subclasses.

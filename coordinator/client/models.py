@@ -196,7 +196,10 @@ def _ways_out(message: pb.Attempt) -> str:
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A node. ``live``: its worker holds its lease; ``ready``: it lacks nothing that a pod needs."""
+    """A node. ``live``: its worker holds its lease; ``ready``: it lacks nothing that a pod needs.
+
+    ``cordoned``: nothing new is placed on it. ``slots``: the most pods that it takes; 0: no limit.
+    """
 
     node: str
     address: str
@@ -209,6 +212,10 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     pods: int
     jobs: list[str]
     labels: dict[str, str]
+    cordoned: bool = False
+    cordon_reason: str = ""
+    driver: str = ""
+    slots: int = 0
 
     @classmethod
     def of(cls, message: pb.Node) -> NodeInfo:
@@ -224,6 +231,10 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
             pods=message.pods,
             jobs=list(message.jobs),
             labels=dict(message.labels),
+            cordoned=message.cordoned,
+            cordon_reason=message.cordon_reason,
+            driver=message.driver,
+            slots=message.slots,
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 
 from moorage.config import ClientConfig
 from moorage.coordinator.client.aio import ALL_RANKS, AsyncClient, AsyncJob
+from moorage.coordinator.client.drains import DrainInfo
 from moorage.coordinator.client.models import (
     AttemptInfo,
     CheckInfo,
@@ -177,6 +178,28 @@ class Client:
     def prune(self, *, dry_run: bool = False) -> PruneInfo:
         """Remove from the store what no checkpoint needs."""
         return self._loop.run(self._client.prune(dry_run=dry_run))
+
+    def cordon(
+        self, nodes: Iterable[str] = (), *, selector: str = "", reason: str = "", dry_run: bool = False
+    ) -> list[NodeInfo]:
+        """Place nothing new on these nodes."""
+        return self._loop.run(self._client.cordon(nodes, selector=selector, reason=reason, dry_run=dry_run))
+
+    def uncordon(self, nodes: Iterable[str] = (), *, selector: str = "", dry_run: bool = False) -> list[NodeInfo]:
+        """Take nodes into service again."""
+        return self._loop.run(self._client.uncordon(nodes, selector=selector, dry_run=dry_run))
+
+    def drain(self, nodes: Iterable[str] = (), **options: Any) -> DrainInfo:
+        """Begin to move every job off these nodes; ``options`` are those of `AsyncClient.drain`."""
+        return self._loop.run(self._client.drain(nodes, **options))
+
+    def follow_drain(self, drain: str, *, progress: Callable[[DrainInfo], None] | None = None) -> DrainInfo:
+        """Wait until a drain is over."""
+        return self._loop.run(self._client.follow_drain(drain, progress=progress))
+
+    def cancel_drain(self, drain: str) -> DrainInfo:
+        """Let no move of a drain begin any more."""
+        return self._loop.run(self._client.cancel_drain(drain))
 
     def status(self) -> StatusInfo:
         """Who leads, and where the store is."""

@@ -40,6 +40,7 @@ def begin(
     why: str,
     *,
     nodes: tuple[str, ...] = (),
+    exact: bool = False,
     automatic: bool = False,
     trace: str = "",
 ) -> None:
@@ -56,6 +57,7 @@ def begin(
         deadline=t.now + seconds,
         automatic=automatic,
         nodes=nodes,
+        exact=exact,
         trace=trace or state.trace,
     )
     t.set(attempts=attempt.number, queued=None, next_checkpoint=0.0)
@@ -172,8 +174,15 @@ def _follow(t: Turn, attempt: AttemptState, checkpoint: str) -> None:
         t.set(why_parked=f"asked for, with checkpoint {checkpoint}")
         t.raise_incarnation()
     elif attempt.purpose == "move":
-        where = ", ".join(attempt.nodes)
-        plan = BringUp(cause="move", checkpoint=checkpoint, ordered=t.now, on=attempt.nodes, trace=attempt.trace)
+        where = ", ".join(dict.fromkeys(attempt.nodes))
+        plan = BringUp(
+            cause="move",
+            checkpoint=checkpoint,
+            ordered=t.now,
+            on=attempt.nodes,
+            exact=attempt.exact,
+            trace=attempt.trace,
+        )
         bringup.begin(t, plan, f"it moves to {where}")
     else:
         t.raise_incarnation()
@@ -245,7 +254,7 @@ def after(t: Turn) -> None:
         ending.all_exited(t)
     elif state.queued is not None:
         queued = state.queued
-        begin(t, queued.purpose, "asked for", nodes=queued.nodes, trace=queued.trace)
+        begin(t, queued.purpose, "asked for", nodes=queued.nodes, exact=queued.exact, trace=queued.trace)
 
 
 def leave(t: Turn, reason: str) -> None:

@@ -31,9 +31,10 @@ class ParkAsked(Asked, frozen=True, kw_only=True):
 
 
 class MoveAsked(Asked, frozen=True, kw_only=True):
-    """Take a checkpoint and restore it on ``nodes``."""
+    """Take a checkpoint and restore it on ``nodes``; ``exact``: pod i on ``nodes[i]`` if that can be, else anywhere."""
 
     nodes: tuple[str, ...]
+    exact: bool = False
 
 
 class StopAsked(Asked, frozen=True, kw_only=True):

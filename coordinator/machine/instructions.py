@@ -67,6 +67,7 @@ class Place(Order, frozen=True, kw_only=True):
 
     on: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    exact: bool = False
 
 
 class Fence(Order, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ def pending(state: JobState, policies: Policies) -> list[Order]:
 def _bringup(state: JobState, plan: BringUp, policies: Policies) -> list[Order]:
     number = state.incarnation
     if plan.step == "placing":
-        orders: list[Order] = [Place(incarnation=number, on=plan.on, exclude=plan.exclude)]
+        orders: list[Order] = [Place(incarnation=number, on=plan.on, exclude=plan.exclude, exact=plan.exact)]
         if plan.waiting_since:
             at = plan.waiting_since + policies.placement.patience_seconds
             orders.append(Alarm(incarnation=number, what="patience", at=at))

@@ -94,6 +94,7 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float = 0.0
     automatic: bool = False
     nodes: tuple[str, ...] = ()  # purpose move: where to
+    exact: bool = False  # nodes: one for each pod, as long as that can be; else anywhere
     checkpoint: str = ""
     reason: str = ""
     error_kind: str = ""
@@ -117,6 +118,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True):
 
     purpose: Purpose
     nodes: tuple[str, ...] = ()
+    exact: bool = False
     trace: str = ""
 
 
@@ -128,6 +130,7 @@ class BringUp(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str = ""
     ordered: float = 0.0
     on: tuple[str, ...] = ()
+    exact: bool = False  # on: one node for each pod, as long as that can be; else anywhere
     exclude: tuple[str, ...] = ()  # nodes that have failed to bring up a pod
     waiting_since: float = 0.0  # since when there is no node to place a pod on
     trouble: str = ""  # the last failure

@@ -97,6 +97,25 @@ class Keys:
     def store_leases(self) -> str:
         return self.root + "store/leases/"
 
+    @property
+    def cordons(self) -> str:
+        return self.root + "cordons/"
+
+    def cordon(self, node: str) -> str:
+        """There as long as no pod may be placed on the node; it outlives the node's registration."""
+        return f"{self.cordons}{node}"
+
+    @property
+    def drains(self) -> str:
+        return self.root + "drains/"
+
+    def drain(self, drain: str) -> str:
+        """The order; what it does to each job stands below it."""
+        return f"{self.drains}{drain}/order"
+
+    def drain_move(self, drain: str, job: str) -> str:
+        return f"{self.drains}{drain}/moves/{job}"
+
     def counter(self, name: str) -> str:
         """Cluster-wide decimal counters: ``vni`` (per incarnation) and ``slot`` (addresses of pods on ext0)."""
         return f"{self.root}counters/{name}"
@@ -121,6 +140,18 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     # True: this worker never revokes its lease while a pod lives, so a registration that is gone means that the lease,
     # and with it every guard's deadline, has run out. False: after it is gone the coordinator waits the lease's time.
     lease_kept: bool = False
+    driver: str = ""  # of the GPUs
+    slots: int = 0  # most pods; 0: no limit
+
+
+class CordonRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing is placed on ``node`` until somebody takes this away."""
+
+    node: str
+    reason: str = ""
+    by: str = ""
+    time: float = 0.0
+    drain: str = ""  # the drain that it was made for
 
 
 class IncarnationRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ class DevCluster:
         nodes: int = 2,
         lease_seconds: int = 3,
         use_rto_max: bool = True,
+        slots: int = 0,
         environment: Mapping[str, str] | None = None,
         ready_seconds: float = 60.0,
         client_patience: float = 30.0,
@@ -50,6 +51,7 @@ class DevCluster:
         self._nodes = nodes
         self._lease_seconds = lease_seconds
         self._use_rto_max = use_rto_max
+        self._slots = slots
         self._ready_seconds = ready_seconds
         self._client_patience = client_patience
         self._environment = {"MOORAGE_FAILPOINTS_DIR": str(self.failpoints), **(environment or {})}
@@ -64,6 +66,7 @@ class DevCluster:
                 state=self.folder / "state",
                 lease_seconds=self._lease_seconds,
                 use_rto_max=self._use_rto_max,
+                slots=self._slots,
                 default=False,
                 ready_seconds=self._ready_seconds,
                 environment=self._environment,

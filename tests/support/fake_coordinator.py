@@ -32,6 +32,8 @@ class Servicer:
         self.events: list[pb.JobEvent] = []
         self.checkpoints: dict[str, pb.CheckpointInfo] = {}
         self.nodes: list[pb.Node] = []
+        self.drain = pb.DrainInfo(id="d-1", phase="running", nodes=["n-1"])
+        self.drained: list[pb.DrainInfo] = []  # what a watch of it tells, one after another
         self.files: list[worker_pb2.FilePart] = []
         self.requests: list[tuple[str, Any]] = []
         self.answers: dict[str, Any] = {}
@@ -147,6 +149,37 @@ class Servicer:
     async def ListNodes(self, request: pb.ListNodesRequest, context: Any) -> pb.ListNodesReply:
         self._note("ListNodes", request)
         return pb.ListNodesReply(nodes=self.nodes)
+
+    async def Cordon(self, request: pb.CordonRequest, context: Any) -> pb.ListNodesReply:
+        self._note("Cordon", request)
+        found = [node for node in self.nodes if node.node in request.choice.nodes]
+        for node in found:
+            node.cordoned = not request.uncordon
+        return pb.ListNodesReply(nodes=found)
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainInfo:
+        self._note("Drain", request)
+        answer = pb.DrainInfo()
+        answer.CopyFrom(self.drain)
+        if request.dry_run or (answer.homeless and request.homeless == pb.HOMELESS_REFUSE):
+            answer.phase = "planned"
+        return answer
+
+    async def WatchDrain(self, request: pb.DrainRef, context: Any) -> AsyncIterator[pb.DrainInfo]:
+        self._note("WatchDrain", request)
+        for answer in self.drained:
+            yield answer
+        while not self.drained[-1].over:
+            await self.changed.wait()
+            yield self.drained[-1]
+
+    async def CancelDrain(self, request: pb.DrainRef, context: Any) -> pb.DrainInfo:
+        self._note("CancelDrain", request)
+        last = self.drained[-1]
+        last.phase, last.over, last.reason = "cancelled", True, "it was called off before b moved"
+        self.changed.set()
+        self.changed = asyncio.Event()
+        return last
 
     async def DescribeNode(self, request: pb.NodeRef, context: Any) -> worker_pb2.DescribeReply:
         self._note("DescribeNode", request)

@@ -138,6 +138,12 @@ JOURNEYS = [
         restored=True,
         together=2,
     ),
+    *_cases(
+        "coordinator.cordon coordinator.drain.moves coordinator.drain.order coordinator.drain.note",
+        live.drain,
+        restored=True,
+        together=4,
+    ),
     *_cases("job.running-restoring", live.restore, restored=True),
     *_cases("job.bringup.loading-placing", live.restore_elsewhere("worker.restore.rebuild.before"), restored=True),
     *_cases("job.bringup.releasing-placing", live.restore_elsewhere("worker.release.thaw.before"), restored=True),

@@ -177,3 +177,15 @@ def _until_still(stage: Stage) -> None:
             size, since = now, time.monotonic()
         assert time.monotonic() < deadline, "the pod does not stand still"
         time.sleep(0.1)
+
+
+def drain(stage: Stage) -> None:
+    """One of the job's nodes is taken out of service and taken in again."""
+    leaving = [stage.job.placement()[0]]
+    try:
+        started = stage.client.drain(leaving)
+        done = stage.client.follow_drain(started.id)
+        assert done.phase == "done", done
+        assert leaving[0] not in stage.job.placement()
+    finally:
+        stage.client.uncordon(leaving)

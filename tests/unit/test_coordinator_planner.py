@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moorage.coordinator.planner import Place, Wish, loads, place
+from moorage.coordinator.planner import Place, Wish, place
 from moorage.errors import NoCapacity, NotFound
 
 
@@ -68,7 +68,26 @@ def test_every_pod_gets_gpus_of_its_own() -> None:
         place(Wish(pods=4, gpus_per_pod=2), places)
 
 
-def test_loads_count_every_job_but_the_one_that_is_placed() -> None:
-    placements = {"j1": (["a", "b"], 1), "j2": (["a"], 2)}
-    assert loads(placements) == {"a": (2, 3), "b": (1, 1)}
-    assert loads(placements, without="j1") == {"a": (1, 2)}
+def test_slots_cores_and_memory_are_given_away_once() -> None:
+    places = [
+        Place(node="a", slots=2, pods=1, cpus=4),
+        Place(node="b", cpus=8, cpus_used=6, memory=100, memory_used=90),
+    ]
+    assert place(Wish(pods=2, cpus_per_pod=2), places) == ["b", "a"]
+    assert place(Wish(pods=1, memory_per_pod=20), places) == ["a"]
+    with pytest.raises(NoCapacity, match="a: every slot is taken; b: 0 cores free, 2 needed"):
+        place(Wish(pods=3, cpus_per_pod=2), places)
+
+
+def test_nothing_is_placed_on_a_cordoned_node_even_when_it_is_named() -> None:
+    places = [Place(node="a", cordoned=True), Place(node="b")]
+    assert place(Wish(pods=2, prefer=["a", "a"]), places) == ["b", "b"]
+    with pytest.raises(NoCapacity, match="node a is cordoned"):
+        place(Wish(pods=1, on=["a"]), places)
+
+
+def test_planned_seats_are_taken_while_they_can_be_had() -> None:
+    places = [Place(node="a", slots=2), Place(node="b"), Place(node="c", cordoned=True)]
+    assert place(Wish(pods=3, seats=["a", "b", "a"]), places) == ["a", "b", "a"]
+    assert place(Wish(pods=3, seats=["a", "a", "a"]), places) == ["a", "b", "a"]
+    assert place(Wish(pods=2, seats=["a", "c"]), places) == ["a", "b"]

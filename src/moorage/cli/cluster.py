@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,17 +12,27 @@ from moorage.cli.output import bytes_text, progress, remark, write
 from moorage.cli.values import seconds
 from moorage.errors import Conflict, EnvironmentLacking, NotFound
 
+if TYPE_CHECKING:
+    from moorage.coordinator.client import NodeInfo
+
 Name = Annotated[str, typer.Option("--name", help="The cluster's name.")]
 Config = Annotated[Path, typer.Option("--config", metavar="FILE", help="The daemon's settings (TOML).")]
 
+
+def node_state(node: NodeInfo) -> str:
+    """As kubectl words it: what a node is, and whether it takes pods."""
+    state = ("ready" if node.ready else "not ready") if node.live else "lost"
+    return f"{state}, cordoned" if node.cordoned else state
+
+
 NODE_COLUMNS = [
     ("node", lambda n: n.node),
-    ("state", lambda n: ("ready" if n.ready else "not ready") if n.live else "lost"),
+    ("state", node_state),
     ("address", lambda n: n.address),
     ("cpus", lambda n: str(n.cpus)),
     ("memory", lambda n: bytes_text(n.memory_bytes)),
     ("gpus", lambda n: str(len(n.gpus))),
-    ("pods", lambda n: str(n.pods)),
+    ("pods", lambda n: f"{n.pods} of {n.slots}" if n.slots else str(n.pods)),
     ("version", lambda n: n.version),
 ]
 
@@ -75,6 +85,7 @@ def up(
     name: Name = "dev",
     state: Annotated[Path | None, typer.Option(help="Folder of the cluster.")] = None,
     lease: Annotated[str, typer.Option(help="How long a node may be silent before it counts as lost.")] = "5s",
+    slots: Annotated[int, typer.Option(help="Most pods on a node (0: no limit).")] = 0,
     dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
@@ -93,6 +104,7 @@ def up(
             name=name,
             state=state,
             lease_seconds=max(1, round(seconds(lease, "--lease"))),
+            slots=slots,
             progress=lambda text: update(text, None),
         )
     summary = {

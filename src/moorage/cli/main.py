@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 from moorage import __version__
-from moorage.cli import checkpoints, cluster, jobs, launch, store
+from moorage.cli import checkpoints, cluster, fleet, jobs, launch, store, top
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
 
@@ -76,6 +76,10 @@ for _command in (
     jobs.logs,
     jobs.pull,
     cluster.nodes,
+    fleet.cordon,
+    fleet.uncordon,
+    fleet.drain,
+    top.top,
     checkpoints.checkpoints,
     checkpoints.inspect,
     checkpoints.check,
@@ -88,6 +92,7 @@ for _command in (
     cluster.worker,
 ):
     app.command()(_command)
+app.command(name="undrain", hidden=True)(fleet.uncordon)
 app.command(name="exec")(jobs.exec_)
 app.command(name="torchrun", context_settings=_PASS_ON)(launch.torchrun)
 for _dev_command in (cluster.up, cluster.down, cluster.destroy, cluster.add):

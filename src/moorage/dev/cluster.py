@@ -47,6 +47,7 @@ def up(
     lease_seconds: int = 5,
     default: bool = True,
     use_rto_max: bool = True,
+    slots: int = 0,
     ready_seconds: float = READY_SECONDS,
     environment: Mapping[str, str] | None = None,
     progress: Progress = _quiet,
@@ -54,8 +55,8 @@ def up(
     """Start a cluster and wait until it is ready.
 
     ``default``: let `moorage` without further settings use it (the link `DEV_CLIENT_FILE`). ``environment`` is added to
-    that of all its processes. ``use_rto_max`` is `WorkerConfig.use_rto_max`. Raises `Conflict` if a cluster of that
-    name is there, `UsageError`, `EnvironmentLacking`; `MoorageError` if a part does not come up, after
+    that of all its processes. ``use_rto_max`` and ``slots`` are those of `WorkerConfig`. Raises `Conflict` if a
+    cluster of that name is there, `UsageError`, `EnvironmentLacking`; `MoorageError` if a part does not come up, after
     everything was removed again.
     """
     _require_root()
@@ -65,7 +66,7 @@ def up(
     for program in ("etcd", "runc", "criu", "nft", "ip"):
         programs.find(program)
     with layout.locked(name):
-        cluster = _record(name, state, nodes, lease_seconds, use_rto_max)
+        cluster = _record(name, state, nodes, lease_seconds, use_rto_max, slots)
         try:
             _start(cluster, environment or {}, progress)
             asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
@@ -80,7 +81,9 @@ def up(
     return cluster
 
 
-def _record(name: str, state: Path | None, nodes: int, lease_seconds: int, use_rto_max: bool = True) -> Cluster:
+def _record(
+    name: str, state: Path | None, nodes: int, lease_seconds: int, use_rto_max: bool = True, slots: int = 0
+) -> Cluster:
     """Choose names, networks and ports, and write the state file."""
     folder = (state or layout.DEFAULT_FOLDER / name).absolute()
     with layout.locked(layout.MACHINE):
@@ -102,6 +105,7 @@ def _record(name: str, state: Path | None, nodes: int, lease_seconds: int, use_r
             coordinator_port=coordinator,
             lease_seconds=lease_seconds,
             use_rto_max=use_rto_max,
+            slots=slots,
         )
         for _ in range(nodes):
             cluster.new_node()

@@ -56,6 +56,7 @@ class Cluster(msgspec.Struct, kw_only=True):
     coordinator_port: int
     lease_seconds: int
     use_rto_max: bool = True
+    slots: int = 0  # of each node
     nodes: list[Node] = []
     next_number: int = 1
 

@@ -90,8 +90,9 @@ def write_node_files(cluster: Cluster, node: Node) -> None:
         tls=tls,
         etcd=_etcd(cluster, tls),
         lease_seconds=cluster.lease_seconds,
-        labels={"dev": cluster.name},
+        labels={"dev": cluster.name, "node": node.name},
         use_rto_max=cluster.use_rto_max,
+        slots=cluster.slots,
         uplink="eth0",
         runtime=str(programs.prefixes()[0]),
     )

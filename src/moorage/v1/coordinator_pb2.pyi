@@ -9,6 +9,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from moorage.v1 import types_pb2 as _types_pb2
 from moorage.v1 import worker_pb2 as _worker_pb2
 import builtins as _builtins
@@ -21,6 +22,33 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Homeless:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HomelessEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Homeless.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOMELESS_UNSPECIFIED: _Homeless.ValueType  # 0
+    """refuse"""
+    HOMELESS_REFUSE: _Homeless.ValueType  # 1
+    """a job that has no other place: nothing is touched"""
+    HOMELESS_PARK: _Homeless.ValueType  # 2
+    """it is parked"""
+    HOMELESS_LEAVE: _Homeless.ValueType  # 3
+    """it stays where it is"""
+
+class Homeless(_Homeless, metaclass=_HomelessEnumTypeWrapper): ...
+
+HOMELESS_UNSPECIFIED: Homeless.ValueType  # 0
+"""refuse"""
+HOMELESS_REFUSE: Homeless.ValueType  # 1
+"""a job that has no other place: nothing is touched"""
+HOMELESS_PARK: Homeless.ValueType  # 2
+"""it is parked"""
+HOMELESS_LEAVE: Homeless.ValueType  # 3
+"""it stays where it is"""
+Global___Homeless: _TypeAlias = Homeless  # noqa: Y015
 
 @_typing.final
 class Job(_message.Message):
@@ -504,6 +532,10 @@ class Node(_message.Message):
     JOBS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     PODS_FIELD_NUMBER: _builtins.int
+    CORDONED_FIELD_NUMBER: _builtins.int
+    CORDON_REASON_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     address: _builtins.str
     live: _builtins.bool
@@ -512,6 +544,13 @@ class Node(_message.Message):
     memory_bytes: _builtins.int
     version: _builtins.str
     pods: _builtins.int
+    cordoned: _builtins.bool
+    """no pod is placed here"""
+    cordon_reason: _builtins.str
+    driver: _builtins.str
+    """of the GPUs; empty without one"""
+    slots: _builtins.int
+    """most pods; 0: no limit"""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -532,10 +571,14 @@ class Node(_message.Message):
         jobs: _abc.Iterable[_builtins.str] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pods: _builtins.int = ...,
+        cordoned: _builtins.bool = ...,
+        cordon_reason: _builtins.str = ...,
+        driver: _builtins.str = ...,
+        slots: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cpus", b"cpus", "gpus", b"gpus", "jobs", b"jobs", "labels", b"labels", "live", b"live", "memory_bytes", b"memory_bytes", "node", b"node", "pods", b"pods", "ready", b"ready", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cpus", b"cpus", "driver", b"driver", "gpus", b"gpus", "jobs", b"jobs", "labels", b"labels", "live", b"live", "memory_bytes", b"memory_bytes", "node", b"node", "pods", b"pods", "ready", b"ready", "slots", b"slots", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1049,3 +1092,257 @@ class StatusReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class NodeChoice(_message.Message):
+    """Nodes: named, or by label selector in kubectl's words, or those with this GPU driver; all that is given must hold."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    SELECTOR_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
+    selector: _builtins.str
+    driver: _builtins.str
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+        selector: _builtins.str = ...,
+        driver: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver", "nodes", b"nodes", "selector", b"selector"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeChoice: _TypeAlias = NodeChoice  # noqa: Y015
+
+@_typing.final
+class CordonRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    UNCORDON_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    uncordon: _builtins.bool
+    reason: _builtins.str
+    dry_run: _builtins.bool
+    @_builtins.property
+    def choice(self) -> Global___NodeChoice: ...
+    def __init__(
+        self,
+        *,
+        choice: Global___NodeChoice | None = ...,
+        uncordon: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "dry_run", b"dry_run", "reason", b"reason", "uncordon", b"uncordon"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonRequest: _TypeAlias = CordonRequest  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    HOMELESS_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    parallel: _builtins.int
+    """nodes at a time; 0: one"""
+    timeout_seconds: _builtins.float
+    """0: none"""
+    homeless: Global___Homeless.ValueType
+    dry_run: _builtins.bool
+    request_id: _builtins.str
+    @_builtins.property
+    def choice(self) -> Global___NodeChoice: ...
+    def __init__(
+        self,
+        *,
+        choice: Global___NodeChoice | None = ...,
+        parallel: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+        homeless: Global___Homeless.ValueType = ...,
+        dry_run: _builtins.bool = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "dry_run", b"dry_run", "homeless", b"homeless", "parallel", b"parallel", "request_id", b"request_id", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class DrainRef(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAIN_FIELD_NUMBER: _builtins.int
+    drain: _builtins.str
+    def __init__(
+        self,
+        *,
+        drain: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRef: _TypeAlias = DrainRef  # noqa: Y015
+
+@_typing.final
+class DrainMove(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    WAVE_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    PLACED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    name: _builtins.str
+    wave: _builtins.int
+    """counts from 1"""
+    state: _builtins.str
+    """waiting, moving, moved, parked, ended, failed, left"""
+    reason: _builtins.str
+    seconds: _builtins.float
+    """from the order until it ran again"""
+    @_builtins.property
+    def source(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """node of pod 0, 1, …"""
+
+    @_builtins.property
+    def target(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """as planned; empty: there is no place"""
+
+    @_builtins.property
+    def placed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """where its pods are now"""
+
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """what can be done about it"""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        name: _builtins.str = ...,
+        wave: _builtins.int = ...,
+        source: _abc.Iterable[_builtins.str] | None = ...,
+        target: _abc.Iterable[_builtins.str] | None = ...,
+        placed: _abc.Iterable[_builtins.str] | None = ...,
+        state: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        choices: _abc.Iterable[_builtins.str] | None = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "job", b"job", "name", b"name", "placed", b"placed", "reason", b"reason", "seconds", b"seconds", "source", b"source", "state", b"state", "target", b"target", "wave", b"wave"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainMove: _TypeAlias = DrainMove  # noqa: Y015
+
+@_typing.final
+class DrainWave(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainMove]: ...
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+        moves: _abc.Iterable[Global___DrainMove] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moves", b"moves", "nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainWave: _TypeAlias = DrainWave  # noqa: Y015
+
+@_typing.final
+class DrainInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    WAVES_FIELD_NUMBER: _builtins.int
+    HOMELESS_FIELD_NUMBER: _builtins.int
+    WAVE_FIELD_NUMBER: _builtins.int
+    CREATED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    phase: _builtins.str
+    """planned, running, cancelling, done, incomplete, cancelled, timed-out"""
+    wave: _builtins.int
+    """the one under way, from 1; 0: none yet"""
+    created: _builtins.float
+    ended: _builtins.float
+    owner: _builtins.str
+    reason: _builtins.str
+    over: _builtins.bool
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def waves(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainWave]: ...
+    @_builtins.property
+    def homeless(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrainMove]:
+        """jobs that have no other place"""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        nodes: _abc.Iterable[_builtins.str] | None = ...,
+        waves: _abc.Iterable[Global___DrainWave] | None = ...,
+        homeless: _abc.Iterable[Global___DrainMove] | None = ...,
+        wave: _builtins.int = ...,
+        created: _builtins.float = ...,
+        ended: _builtins.float = ...,
+        owner: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        over: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created", b"created", "ended", b"ended", "homeless", b"homeless", "id", b"id", "nodes", b"nodes", "over", b"over", "owner", b"owner", "phase", b"phase", "reason", b"reason", "wave", b"wave", "waves", b"waves"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainInfo: _TypeAlias = DrainInfo  # noqa: Y015

@@ -60,6 +60,14 @@ class CoordinatorStub:
     """first message: fence.job and rank (or fence.pod)"""
     Pull: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.PullRequest, _worker_pb2.FilePart]
     Status: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]
+    Cordon: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CordonRequest, _coordinator_pb2.ListNodesReply]
+    """the nodes that were named, as they stand afterwards"""
+    Drain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainInfo]
+    """The plan of a drain that is then under way, or (dry_run, or something has no place) of one that is not."""
+    WatchDrain: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.DrainRef, _coordinator_pb2.DrainInfo]
+    """until it is over"""
+    CancelDrain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRef, _coordinator_pb2.DrainInfo]
+    """moves under way end, none begins; nodes stay cordoned"""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -90,6 +98,14 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """first message: fence.job and rank (or fence.pod)"""
     Pull: _aio.UnaryStreamMultiCallable[_coordinator_pb2.PullRequest, _worker_pb2.FilePart]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.StatusRequest, _coordinator_pb2.StatusReply]  # type: ignore[assignment]
+    Cordon: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CordonRequest, _coordinator_pb2.ListNodesReply]  # type: ignore[assignment]
+    """the nodes that were named, as they stand afterwards"""
+    Drain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainInfo]  # type: ignore[assignment]
+    """The plan of a drain that is then under way, or (dry_run, or something has no place) of one that is not."""
+    WatchDrain: _aio.UnaryStreamMultiCallable[_coordinator_pb2.DrainRef, _coordinator_pb2.DrainInfo]  # type: ignore[assignment]
+    """until it is over"""
+    CancelDrain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRef, _coordinator_pb2.DrainInfo]  # type: ignore[assignment]
+    """moves under way end, none begins; nodes stay cordoned"""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -255,5 +271,37 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.StatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.StatusReply, _abc.Awaitable[_coordinator_pb2.StatusReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Cordon(
+        self,
+        request: _coordinator_pb2.CordonRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ListNodesReply, _abc.Awaitable[_coordinator_pb2.ListNodesReply]]:
+        """the nodes that were named, as they stand afterwards"""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _coordinator_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DrainInfo, _abc.Awaitable[_coordinator_pb2.DrainInfo]]:
+        """The plan of a drain that is then under way, or (dry_run, or something has no place) of one that is not."""
+
+    @_abc_1.abstractmethod
+    def WatchDrain(
+        self,
+        request: _coordinator_pb2.DrainRef,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.DrainInfo], _abc.AsyncIterator[_coordinator_pb2.DrainInfo]]:
+        """until it is over"""
+
+    @_abc_1.abstractmethod
+    def CancelDrain(
+        self,
+        request: _coordinator_pb2.DrainRef,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DrainInfo, _abc.Awaitable[_coordinator_pb2.DrainInfo]]:
+        """moves under way end, none begins; nodes stay cordoned"""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -151,6 +151,7 @@ class Policy(_message.Message):
     IF_INCOMPATIBLE_FIELD_NUMBER: _builtins.int
     ATTEMPT_DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
     HANG_SECONDS_FIELD_NUMBER: _builtins.int
+    ELASTIC_FIELD_NUMBER: _builtins.int
     checkpoint_every_seconds: _builtins.float
     """0: only when asked"""
     keep_last: _builtins.int
@@ -165,6 +166,8 @@ class Policy(_message.Message):
     """0: the default, 120"""
     hang_seconds: _builtins.float
     """0: off; otherwise no output and no CPU time for so long counts as a failure"""
+    elastic: _builtins.bool
+    """torchrun's restarts: where there is no checkpoint to go back to, or none that helps, the job starts from nothing."""
     def __init__(
         self,
         *,
@@ -175,10 +178,11 @@ class Policy(_message.Message):
         if_incompatible: Global___IfIncompatible.ValueType = ...,
         attempt_deadline_seconds: _builtins.float = ...,
         hang_seconds: _builtins.float = ...,
+        elastic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_deadline_seconds", b"attempt_deadline_seconds", "checkpoint_every_seconds", b"checkpoint_every_seconds", "hang_seconds", b"hang_seconds", "if_incompatible", b"if_incompatible", "keep_last", b"keep_last", "max_restarts", b"max_restarts", "on_failure", b"on_failure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_deadline_seconds", b"attempt_deadline_seconds", "checkpoint_every_seconds", b"checkpoint_every_seconds", "elastic", b"elastic", "hang_seconds", b"hang_seconds", "if_incompatible", b"if_incompatible", "keep_last", b"keep_last", "max_restarts", b"max_restarts", "on_failure", b"on_failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

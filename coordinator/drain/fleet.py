@@ -1,0 +1,77 @@
+"""The picture of nodes and jobs that the planner of drains looks at, taken from what the leader knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from moorage.coordinator.capacity import has, need_of
+from moorage.coordinator.drain import selector
+from moorage.coordinator.drain.model import Fits, JobView, NodeView, fits_anywhere
+from moorage.errors import NotFound, UsageError
+from moorage.v1 import coordinator_pb2 as pb
+
+if TYPE_CHECKING:
+    from moorage.coordinator.job import Job
+    from moorage.coordinator.leader import Leader
+
+#: The job is on its way out of these by itself.
+_ENDING = frozenset({"finishing", "stopping"})
+
+
+def nodes(leader: Leader) -> list[NodeView]:
+    """All nodes that were ever seen in this term."""
+    return [
+        NodeView(
+            node=name,
+            live=name in leader.nodes.live,
+            ready=record.ready,
+            cordoned=name in leader.cordons,
+            has=has(slots=record.slots, gpus=len(record.gpus), cpus=record.cpus, memory=record.memory_bytes),
+            driver=record.driver,
+            labels=record.labels,
+        )
+        for name, record in sorted(leader.nodes.known.items())
+    ]
+
+
+def job(leader: Leader, one: Job) -> JobView:
+    """One job."""
+    state = one.state
+    purpose = state.attempt.purpose if state.attempt is not None and state.attempt.kind == "stop" else ""
+    return JobView(
+        job=one.id,
+        name=state.name,
+        seats=leader.seats(one),
+        need=need_of(one.spec),
+        allowed=tuple(one.spec.nodes),
+        ends=state.phase in _ENDING or purpose in ("park", "stop"),
+    )
+
+
+def jobs(leader: Leader) -> list[JobView]:
+    """All jobs that have pods."""
+    return [job(leader, one) for one in leader.jobs.values() if not one.state.over and leader.seats(one)]
+
+
+def fits(leader: Leader) -> Fits:
+    """Whether a job's state can be restored on a node."""
+    return getattr(leader, "fits", fits_anywhere)
+
+
+def choose(leader: Leader, choice: pb.NodeChoice) -> tuple[str, ...]:
+    """The nodes that are meant, in the order named, else by name. Raises `NotFound`, `UsageError`."""
+    if not (choice.nodes or choice.selector or choice.driver):
+        raise UsageError("no node is named", "name nodes, or choose them with -l SELECTOR or --on-driver VERSION")
+    leader.cordons.require(choice.nodes)
+    known = {view.node: view for view in nodes(leader)}
+    matches = selector.parse(choice.selector)
+    found = list(dict.fromkeys(choice.nodes)) or sorted(known)
+    if choice.selector:
+        found = [name for name in found if name in known and matches(known[name].labels)]
+    if choice.driver:
+        found = [name for name in found if name in known and selector.driver_matches(known[name].driver, choice.driver)]
+    if not found:
+        asked = {"-l": choice.selector, "--on-driver": choice.driver}
+        told = " ".join(f"{flag} {value}" for flag, value in asked.items() if value)
+        raise NotFound(f"no node matches {told}", "moorage show NODE prints a node's labels and driver")
+    return tuple(found)
