@@ -14,13 +14,14 @@ import statistics
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
 
 import moorage
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -118,6 +119,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     def show(self, console: Console | None = None) -> None:
         """Print figures and targets."""
+        # Here, since a machine that only measures need not have it.
+        from rich.console import Console
+        from rich.table import Table
+
         console = console or Console()
         table = Table(title=f"{self.bench} · {self.machine.get('cpu', '')} x {self.machine.get('cpus', '')}")
         table.add_column("figure")

@@ -2,9 +2,8 @@
 
 The rules, each one a method, in the order in which they are tried:
 
-1. `Cut.owed`: a rank that is behind on a lane gets as many of its held calls on that lane as it is behind, no more.
-2. `Cut.pushed`: a rank that is behind and holds no such call gets one of its held calls, if that surely stands in the
-way.
+1. `Cut.owed`: a rank that is behind on a lane gets its held call on that lane.
+2. `Cut.pushed`: a rank that is behind and holds no such call gets one of its held calls, if that seems in the way.
 3. `Cut.slid`: when nothing has moved for a while, one held call in the whole job goes on.
 4. `Cut.accepted`: nobody behind, nobody inside, all streams dry: the cut.
 5. The deadline ends it.
@@ -40,14 +39,16 @@ class Settings(msgspec.Struct, frozen=True):
     """Times in seconds.
 
     ``patience``: how long nothing must move while somebody is behind until that is a stall. ``dry``: the same while the
-    streams drain; there may be long kernels in them, and nobody sees them move. ``growth``: where a slide could make
-    things worse, nothing must have moved for this share of the time since the gates closed.
+    streams drain; there may be long kernels in them, which nobody sees move, and what slides adds to them. ``growth``:
+    where a slide could make things worse, nothing must have moved for this share of the time since the gates closed.
+    ``pushing``: for which share of the deadline rule 2 is in force.
     """
 
     deadline: float = 60.0
     patience: float = 0.02
     dry: float = 1.0
     growth: float = 0.05
+    pushing: float = 0.5
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -59,8 +60,8 @@ class Memory(msgspec.Struct, frozen=True):
     slides: int = 0
     waiting: dict[Held, int] = {}  #: calls held or inside, numbered in the order in which they were first seen
     draining: bool = False
-    dry_slides: int = 0  #: slides since draining began
-    thawed: frozenset[Held] = frozenset()  #: creations that may come through in spite of the drain order
+    worked_at: float = 0.0  #: when a thread with work for a stream slid last, or draining began
+    thawed: frozenset[Held] = frozenset()  #: creations that were let through in spite of the drain order
 
 
 class Cut:
@@ -68,11 +69,11 @@ class Cut:
 
     Invariants:
 
-    * Safety: `Accept` only for reports of one drain round in which all lanes agree, no thread is inside (but
-      for destroys and creations that no member has finished), and no stream has work. While gates are closed counts
-      grow only by orders, and an order is given only when all reports to the last one are in; so reports taken at
-      different instants are as good as one instant.
-    * Economy: rule 1 never lets a rank past what some other rank was let in to.
+    * Safety: `Accept` only for reports of one drain round in which all lanes agree, no thread is inside (but for
+      destroys, and creations that stand still and that no member has finished), and no stream has work. While gates are
+      closed counts grow only by orders, and an order is given only when all reports to the last one are in; so reports
+      taken at different instants are as good as one instant.
+    * Economy: rule 1 never lets a rank past what some other rank was let in to, but for the rest of a group or graph.
     * One at a time: a slide is one call, and nothing else is ordered in that round.
     * Progress of time: at or after the deadline the decision is `Accept` or `Abort`.
     """
@@ -92,64 +93,64 @@ class Cut:
         picture = self.picture(snapshots)
         memory = self._noted(memory, snapshots, now)
         entering = any(snapshot.entering for snapshot in snapshots.values())
-        ready = not picture.behind and not entering and not picture.blocking() and not picture.unfinished()
+        ready = not (
+            picture.behind or entering or picture.blocking() or picture.unfinished() or self.thawing(memory, picture)
+        )
         if ready and memory.draining and self.accepted(picture):
             return memory, Accept(picture.plan())
         if (abort := self.aborted(memory, picture, now)) is not None:
             return memory, abort
         if ready and not memory.draining:
-            return msgspec.structs.replace(memory, draining=True, moved_at=now), Drain()
-        orders, slide = self.orders(memory, picture), False
+            return msgspec.structs.replace(memory, draining=True, moved_at=now, worked_at=now), Drain()
+        orders, slide = self.orders(memory, picture, now), False
         if not orders and (held := self.slid(memory, picture, now)) is not None:
-            orders, slide = self._together(picture, held), True
+            orders, slide = {held[0]: (held[1],)}, True
         if not orders:
             return memory, Wait()
         return msgspec.structs.replace(
             memory,
             moved_at=now,
             slides=memory.slides + slide,
-            dry_slides=memory.dry_slides + (slide and memory.draining),
+            worked_at=now if slide and _each(orders) & picture.work() else memory.worked_at,
             thawed=memory.thawed.union(picture.standing() & _each(orders)),
         ), Admit(orders, slide)
 
     # ---- the rules
 
-    def orders(self, memory: Memory, picture: Picture) -> Orders:
-        """Rules 1 and 2 for every rank that is behind; and creations that some members have come through for the
-        rest."""
+    def orders(self, memory: Memory, picture: Picture, now: float) -> Orders:
+        """Rules 1 and 2 for every rank that is behind; and creations that some members have, for the others."""
         orders: Orders = {}
+        pushing = now - memory.began < self.settings.pushing * self.settings.deadline
         for rank in picture.behind:
             if tickets := self.owed(picture, rank):
                 orders[rank] = tuple(tickets)
-            elif (ticket := self.pushed(picture, rank)) is not None:
+            elif pushing and (ticket := self.pushed(picture, rank)) is not None:
                 orders[rank] = (ticket,)
         if memory.draining:
             for rank, ticket in sorted(picture.standing(picture.unfinished()) - memory.thawed):
                 orders[rank] = (*orders.get(rank, ()), ticket)
         return orders
 
-    def owed(self, picture: Picture, rank: int) -> list[int]:
-        """Rule 1. Tickets in the order of entry, on each lane at most as many operations as the rank is behind.
+    def thawing(self, memory: Memory, picture: Picture) -> set[Held]:
+        """Creations that were let through and have not come through: they no longer stand still, so they must end."""
+        return picture.standing() & memory.thawed
 
-        A call that touches several lanes (a group, a graph) goes on when the rank is behind on any of them.
+    def owed(self, picture: Picture, rank: int) -> list[int]:
+        """Rule 1. Held calls that touch a lane on which the rank is behind; of a group or graph any lane counts.
+
+        Threads of one rank that use one lane take turns, or the job itself would not know the order; so no lane has
+        more than one of these.
         """
-        left = {lane: short.need - short.count for lane, short in picture.behind[rank].items()}
-        tickets = []
-        for call in picture.snapshots[rank].held:
-            if any(left.get(lane, 0) > 0 for lane in call.lanes):
-                tickets.append(call.ticket)
-                for lane, number in call.lanes.items():
-                    left[lane] = left.get(lane, 0) - number
-        return tickets
+        behind = picture.behind[rank].keys()
+        return [call.ticket for call in picture.snapshots[rank].held if not behind.isdisjoint(call.lanes)]
 
     def pushed(self, picture: Picture, rank: int) -> int | None:
         """Rule 2. The call that is missing will come from some thread, and one that is held may be in its way.
 
-        It is if that thread used such a communicator last. If another thread did, that one is running, or blocked
-        inside
-        NCCL by a partner that is behind, and comes by itself. Moving the wrong thread takes the rank ahead elsewhere,
-        its partners fall behind, and two ranks can push each other for ever. Where this guess does not help, a slide
-        does.
+        It most likely is if that thread used such a communicator last. If another thread did, that one is running, or
+        blocked inside NCCL by a partner that is behind, and comes by itself. Moving the wrong thread takes the rank
+        ahead elsewhere, its partners fall behind, and two ranks could push each other for ever. Where this guess does
+        not help, a slide does; so late in an attempt nobody is pushed any more (`Settings.pushing`).
         """
         users = {picture.snapshots[rank].users.get(lane.communicator) for lane in picture.behind[rank]}
         return next((call.ticket for call in picture.snapshots[rank].held if call.thread in users), None)
@@ -163,7 +164,7 @@ class Cut:
         if any does. That leaves nobody behind who was not, even if the stall was none.
 
         A drain order holds more than the gates do: threads with work for a stream, and creations that all members have
-        come to. A stream may wait for one of these, so they wait whole as well.
+        come to. A stream may wait for one of these, so they wait whole as well (`worked`).
 
         When none waits whole, somebody is still running, or the program has no order; then any held call, but with
         patience that grows.
@@ -171,13 +172,14 @@ class Cut:
         still = now - memory.moved_at
         if still < self.patience(memory):
             return None
-        pool = self.eligible(picture) - picture.wet()
+        pool = self.eligible(picture)
         if memory.draining:
-            pool = self.settled(memory, picture, pool) | picture.standing(picture.coming()) - memory.thawed
+            pool |= picture.standing(picture.coming()) - memory.thawed
+            pool = self.worked(memory, picture, now) or pool - picture.work()
         if not pool:
             if still < self.settings.growth * (now - memory.began):
                 return None
-            pool = {(rank, call.ticket) for rank, s in picture.snapshots.items() for call in s.held}
+            pool = {(rank, call.ticket) for rank, s in picture.snapshots.items() for call in s.held if not call.submits}
         hinted = {held for held in pool if held[0] in self._pointed_to(picture)} if memory.slides % 2 == 0 else set()
         return min(hinted or pool, key=lambda held: (memory.waiting[held], self._lot(memory, held)), default=None)
 
@@ -185,17 +187,18 @@ class Cut:
         """Which calls slide first: those that make nobody wait for a rank that is elsewhere."""
         return picture.whole()
 
-    def settled(self, memory: Memory, picture: Picture, pool: set[Held]) -> set[Held]:
-        """While draining, calls before threads with work for a stream, which can make another stream wait.
+    def worked(self, memory: Memory, picture: Picture, now: float) -> set[Held]:
+        """While draining: threads with work for a stream slide with patience that grows.
 
-        If there are only such threads, or else at the 1st, 2nd, 4th, 8th … slide, one of these.
+        Until the next order such a thread submits as much as it likes, and the stream may need longer for that than the
+        next slide takes to come. So streams get ever more time between two of these.
         """
-        calls = pool - picture.idle()
-        return pool - calls if not calls or not memory.dry_slides & (memory.dry_slides + 1) else calls
+        due = now - memory.worked_at >= max(self.settings.dry, self.settings.growth * (now - memory.began))
+        return picture.work() if due else set()
 
     def patience(self, memory: Memory) -> float:
         """How long nothing must have moved, in seconds."""
-        return self.settings.dry if memory.draining and not memory.dry_slides else self.settings.patience
+        return self.settings.dry if memory.draining else self.settings.patience
 
     def accepted(self, picture: Picture) -> bool:
         """Rule 4, the last condition: all streams are dry."""
@@ -222,22 +225,6 @@ class Cut:
         return Abort(f"no cut within {self.settings.deadline:g} s: {reason}", behind, inside, streams)
 
     # ---- inner parts
-
-    def _together(self, picture: Picture, held: Held) -> Orders:
-        """A held call goes alone, a creation that stands still goes on at all its members."""
-        rank, ticket = held
-        names = {
-            creation.communicator
-            for call in picture.snapshots[rank].inside
-            if call.ticket == ticket
-            for creation in call.creates
-        }
-        if not names:
-            return {rank: (ticket,)}
-        orders: Orders = {}
-        for rank, ticket in sorted(picture.standing(names)):
-            orders[rank] = (*orders.get(rank, ()), ticket)
-        return orders
 
     def _pointed_to(self, picture: Picture) -> set[int]:
         """Ranks that somebody waits for, beginning with the ranks that are behind or whose streams have work."""

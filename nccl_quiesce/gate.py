@@ -15,19 +15,16 @@ from moorage.nccl_quiesce.model import Call, Creation, Handle, Lane, Order, Phas
 class Gate:
     """Counts calls, holds them while it is closed, lets them go on by ticket.
 
-    A call takes `enter`, `look`, `settle`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with
-    each ticket
-    that an order admits, or that was held when the gate opens; ``thawed`` when creations that
-    stood still may go on.
+    A call takes `enter`, `look`, `settle`, then (once it was let in) NCCL, then `leave`. ``let_in`` is called with each
+    ticket that an order admits, or that was held when the gate opens; ``thawed`` when creations that stood still may go
+    on.
 
     Invariants:
 
     * Seen first: from `enter` on, before it looks at the gate, a call is in the report: as entering until `settle`,
-    then
-      as held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows whatever
-      looked at the gate while it was open. (A library without locks counts at `enter`, and takes off in a report what
-      is
-      held and what has not settled.)
+      then as held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows
+      whatever looked at the gate while it was open. (A library without locks counts at `enter`, and takes off in a
+      report what is held and what has not settled.)
     * While the gate is closed ``admitted`` grows only by `obey`.
     * `obey` carries out each round at most once, whatever is late, doubled or lost; an attempt that is over stays over.
     * Calls under stream capture never come here; destroys do not either, except to be seen (`destroy`).
@@ -86,13 +83,15 @@ class Gate:
             self.users.setdefault(creation.communicator, call.thread)
 
     def submit(self, thread: int) -> int | None:
-        """A thread has work for a stream: None: it may submit it; otherwise it is held, and ``let_in`` will name
-        this."""
+        """A thread has work for a stream. None: it may submit it; otherwise it is held, and ``let_in`` will name this.
+
+        One step with the submission itself: a library counts a thread between the two as entering.
+        """
         if self.phase != "drain" or thread in self._free:
             return None
         self.moves += 1
         ticket = next(self._tickets)
-        self.held[ticket] = Call(ticket, thread)
+        self.held[ticket] = Call(ticket, thread, submits=True)
         return ticket
 
     def destroy(self, communicator: str, member: int) -> None:
@@ -118,16 +117,18 @@ class Gate:
         if (order.attempt, order.round) < (self.attempt, self.round):
             return None
         if (order.attempt, order.round) > (self.attempt, self.round):
+            if order.attempt > self.attempt:
+                self._thaw.clear()
             self.attempt, self.round = order.attempt, order.round
             self.phase = order.phase
             self._free.clear()
             for ticket in order.admit if order.phase != "open" else tuple(self.held):
                 if (call := self.held.pop(ticket, None)) is not None:
                     self.moves += 1
-                    if call.lanes or call.creates:
-                        self._begin(call)
-                    else:
+                    if call.submits:
                         self._free[call.thread] = call
+                    else:
+                        self._begin(call)
                     self._let_in(ticket)
                 elif ticket in self.inside:
                     self._thaw.add(ticket)
@@ -135,9 +136,7 @@ class Gate:
                 self._thawed()
         return self.report(undrained() if self.phase == "drain" else ())
 
-    def report(
-        self, undrained: tuple[str, ...] = (), wet: tuple[int, ...] = (), waits_for: tuple[int, ...] = ()
-    ) -> Snapshot:
+    def report(self, undrained: tuple[str, ...] = (), waits_for: tuple[int, ...] = ()) -> Snapshot:
         """The process as it is now."""
         return Snapshot(
             attempt=self.attempt,
@@ -152,7 +151,6 @@ class Gate:
             waits_for=waits_for,
             moves=self.moves,
             undrained=undrained,
-            wet=wet,
             exited=self.exited,
         )
 

@@ -43,9 +43,8 @@ class Call(msgspec.Struct, frozen=True):
     """One call that the gate treats as a whole: an operation, an outermost group, the launch of a graph, a creation.
 
     ``ticket``: unique in its process, ascending in the order of entry, so also in the order of counting. ``thread``:
-    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such
-    a call
-    passes every gate.
+    the calling thread. ``lanes``: what the call adds to each count. ``destroys``: the call ends a communicator; such a
+    call passes every gate. ``submits``: no NCCL call, but a thread with work for a stream that a drain order holds.
     """
 
     ticket: int
@@ -53,6 +52,7 @@ class Call(msgspec.Struct, frozen=True):
     lanes: dict[Lane, int] = {}
     creates: tuple[Creation, ...] = ()
     destroys: bool = False
+    submits: bool = False
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -67,15 +67,13 @@ class Handle(msgspec.Struct, frozen=True):
 class Snapshot(msgspec.Struct, frozen=True):
     """What one process reports in a round, taken at one instant after it obeyed the order of that round.
 
-    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that were
-    let in
-    and have not returned. ``entering``: how many threads have come and not settled whether they are held, or may submit
-    work to streams in spite of a drain order. ``handles``: all members of this process, with those that are gone (their
-    counts stay). ``users``: for each communicator the thread that used it last. ``waits_for``: ranks that a blocked
-    descriptor of a thread outside points to. ``moves``: a number that changes whenever anything of this report changes.
-    ``undrained``: names of streams that still have work, and ``wet``: threads that submitted it; filled only in
-    answer to
-    a drain order. ``exited``: the process ended well, and its counts are final.
+    ``admitted``: for each lane what was let in. ``held``: calls that wait at the gate. ``inside``: calls that were let
+    in and have not returned. ``entering``: how many threads have come and not settled whether they are held, or may
+    submit work to streams in spite of a drain order. ``handles``: all members of this process, with those that are gone
+    (their counts stay). ``users``: for each communicator the thread that used it last. ``waits_for``: ranks that a
+    blocked descriptor of a thread outside points to. ``moves``: a number that changes whenever anything of this report
+    changes. ``undrained``: names of streams that still have work; filled only in answer to a drain order. ``exited``:
+    the process ended well, and its counts are final.
     """
 
     attempt: int
@@ -90,7 +88,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     waits_for: tuple[int, ...] = ()
     moves: int = 0
     undrained: tuple[str, ...] = ()
-    wet: tuple[int, ...] = ()
     exited: bool = False
 
 
@@ -98,8 +95,8 @@ class Order(msgspec.Struct, frozen=True):
     """What the coordinator tells one process in one round.
 
     ``cut``: gates are closed. ``drain``: the same, and besides creations stand still, and no thread submits work to any
-    stream (such a thread is held, with a call that has no lanes), so that a dry stream stays dry; the answer names
-    streams that are not. ``open``: the attempt is over, gates are open.
+    stream (such a thread is held, as if it called), so that a dry stream stays dry; the answer names streams that are
+    not. ``open``: the attempt is over, gates are open.
 
     ``admit``: tickets that go on: held calls; creations that stand still; a thread that is held with work for a stream
     may submit any until the next order, and is reported as entering until then.
@@ -132,10 +129,9 @@ class Plan(msgspec.Struct, frozen=True):
     """What follows an accepted cut. All names sorted, so every process works in the same order.
 
     ``rebuild``: communicators that all members have, destroyed at once and made anew in this order. ``again``:
-    creations
-    that no member has finished; they are taken back and issued again under fresh ids when the gates open. ``widowed``:
-    communicators that some members have destroyed and others not; they are not rebuilt, and their handles answer
-    queries, destroy and abort only.
+    creations that no member has finished; they are taken back and issued again under fresh ids when the gates open.
+    ``widowed``: communicators that some members have destroyed and others not; they are not rebuilt, and their handles
+    answer queries, destroy and abort only.
     """
 
     rebuild: tuple[str, ...] = ()

@@ -30,8 +30,7 @@ class Picture:
         self.behind = self._behind()
 
     def counted(self, snapshot: Snapshot) -> Mapping[Lane, int]:
-        """What of a report raises needs: what was let in. What is held does not, or no gate would ever hold
-        anything."""
+        """What of a report raises needs: what was let in. What is held does not, or no gate would hold anything."""
         return snapshot.admitted
 
     # ---- who is behind
@@ -73,12 +72,22 @@ class Picture:
         }
 
     def coming(self) -> set[str]:
-        """Communicators that all members are making and none has yet."""
-        return {
+        """Communicators that all members are making, none has yet, and nothing else keeps from coming through."""
+        found = {
             name
             for name, states in self.states.items()
             if states == {"creating"} and len(self.ranks[name]) == self.size[name]
         }
+        while kept := {name for names in self._made_together() if not names <= found for name in names & found}:
+            found -= kept
+        return found
+
+    def _made_together(self) -> Iterator[set[str]]:
+        """What each call that is inside creates."""
+        for snapshot in self.snapshots.values():
+            for call in snapshot.inside:
+                if call.creates:
+                    yield {creation.communicator for creation in call.creates}
 
     def standing(self, names: set[str] | None = None) -> set[Held]:
         """Creations that some rank is inside of, of these communicators (None: of any)."""
@@ -111,28 +120,9 @@ class Picture:
         widowed = [name for name, states in self.states.items() if {"ready", "gone"} <= states]
         return Plan(tuple(sorted(rebuild)), tuple(sorted(again)), tuple(sorted(widowed)))
 
-    # ---- what a drain order holds
-
-    def idle(self) -> set[Held]:
-        """Held threads that only have work for a stream."""
-        return {
-            (rank, call.ticket)
-            for rank, snapshot in self.snapshots.items()
-            for call in snapshot.held
-            if not call.lanes and not call.creates
-        }
-
-    def wet(self) -> set[Held]:
-        """Held calls of threads that have work in a stream that is not dry.
-
-        What such a stream waits for comes earlier in the program's order than what the thread would do next.
-        """
-        return {
-            (rank, call.ticket)
-            for rank, snapshot in self.snapshots.items()
-            for call in snapshot.held
-            if call.thread in snapshot.wet
-        }
+    def work(self) -> set[Held]:
+        """Threads that a drain order holds with work for a stream."""
+        return {(rank, call.ticket) for rank, s in self.snapshots.items() for call in s.held if call.submits}
 
     # ---- operations that wait whole
 

@@ -1,24 +1,16 @@
 """The conversation between the coordinator and the gates: rounds of orders and reports until there is a cut or none.
 
-`Rounds` is the conversation without clock, socket or task: messages and times go in, messages come out. `run` drives it
-over a transport.
+Without clock, socket or task: messages and times go in, messages come out. `driver.run` drives it over a transport.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
 
 import msgspec
-import structlog
 
-from moorage.errors import DeadlineExceeded, Unavailable
 from moorage.nccl_quiesce.cut import Cut
 from moorage.nccl_quiesce.model import Abort, Accept, Admit, Decision, Order, Phase, Snapshot
-
-log = structlog.get_logger(__name__)
 
 #: What goes out: the rank that it is for, and its order.
 Outgoing = list[tuple[int, Order]]
@@ -39,8 +31,7 @@ class Rounds:
     """One attempt to cut one job, without I/O.
 
     Each method takes the time and returns what is to be sent. A round is over when every rank has reported to its
-    order;
-    only then is the next one decided, from these reports alone. Hence:
+    order; only then is the next one decided, from these reports alone. Hence:
 
     * A doubled or late report changes nothing: the first one of the current round counts.
     * A lost order or report costs `Pace.again`; the gate obeys each round once, however often it is sent.
@@ -48,8 +39,7 @@ class Rounds:
     * Whatever happens, at the deadline there is a decision, also when ranks do not answer at all.
 
     ``result`` is None until the attempt is decided. After `Accept` the gates stay closed until `release`; after
-    `Abort` they
-    are told to open at once, again and again until all have confirmed (``released``).
+    `Abort` they are told to open at once, again and again until all have confirmed (``released``).
     """
 
     def __init__(self, ranks: Iterable[int], *, attempt: int, cut: Cut, pace: Pace | None = None) -> None:
@@ -62,6 +52,8 @@ class Rounds:
         self.wake = 0.0
         self._orders: dict[int, Order] = {}
         self._reports: dict[int, Snapshot] = {}
+        self._last: dict[int, Snapshot] = {}  #: all reports of the last round that is over
+        self._sent = 0.0
         self._next: Decision | None = None
         self._pause = self.pace.shortest
 
@@ -92,6 +84,7 @@ class Rounds:
             self.released = self._orders[report.rank].phase == "open"
             self.wake = float("inf")
             return []
+        self._last = self._reports
         self.memory, decision = self.cut.decide(self.memory, self._reports, now)
         if isinstance(decision, Accept | Abort):
             return self._end(decision, now)
@@ -115,10 +108,20 @@ class Rounds:
             return self._send("drain" if self.memory.draining else "cut", {}, now)
         missing = sorted(self.ranks - self._reports.keys())
         if self.result is None and now >= self._deadline:
-            names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-            return self._end(Abort(f"no cut in time: no report from rank {names}"), now)
+            return self._end(self._overdue(missing, now), now)
         self.wake = self._soon(now)
         return [(rank, self._orders[rank]) for rank in missing]
+
+    def _overdue(self, missing: list[int], now: float) -> Abort:
+        """The deadline in the midst of a round: what the round before says, and who is silent."""
+        abort = None
+        if self._last:
+            abort = self.cut.aborted(self.memory, self.cut.picture(self._last), now)
+        if abort is not None and now - self._sent < self.pace.again:
+            return abort
+        names = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        silent = f"no cut in time: no report from rank {names}"
+        return Abort(silent) if abort is None else msgspec.structs.replace(abort, reason=silent)
 
     @property
     def _deadline(self) -> float:
@@ -131,6 +134,7 @@ class Rounds:
     def _send(self, phase: Phase, admit: dict[int, tuple[int, ...]], now: float) -> Outgoing:
         self.round += 1
         self._reports = {}
+        self._sent = now
         common = Order(self.attempt, self.round, phase)
         self._orders = {
             rank: Order(self.attempt, self.round, phase, admit[rank]) if rank in admit else common
@@ -145,54 +149,3 @@ class Rounds:
             return self.release(now)
         self.wake = float("inf")
         return []
-
-
-class Transport(Protocol):
-    """How orders reach a rank."""
-
-    async def exchange(self, rank: int, order: Order) -> Snapshot | None:
-        """Deliver an order and return the report; None when the rank calls the order out of date.
-
-        Raises `Unavailable` or `DeadlineExceeded` when it cannot be had; the order is then sent again in time.
-        """
-        ...
-
-
-async def run(rounds: Rounds, transport: Transport, *, now: Callable[[], float] = time.monotonic) -> Accept | Abort:
-    """Drive an attempt to its decision; after an `Abort` until all gates have confirmed that they are open.
-
-    Cancelled, it leaves the gates as they are: whoever owns the attempt's outcome then opens them.
-    """
-    reports: asyncio.Queue[Snapshot] = asyncio.Queue()
-    exchanges: dict[int, asyncio.Task[None]] = {}
-
-    async def exchange(rank: int, order: Order) -> None:
-        try:
-            report = await transport.exchange(rank, order)
-        except (Unavailable, DeadlineExceeded) as error:
-            log.debug("no report", rank=rank, round=order.round, error=str(error))
-            return
-        if report is not None:
-            reports.put_nowait(report)
-
-    def send(outgoing: Outgoing) -> None:
-        for rank, order in outgoing:
-            if (old := exchanges.get(rank)) is not None:
-                old.cancel()
-            exchanges[rank] = asyncio.create_task(exchange(rank, order))
-
-    try:
-        send(rounds.start(now()))
-        while rounds.result is None or (isinstance(rounds.result, Abort) and not rounds.released):
-            try:
-                async with asyncio.timeout(max(0.0, rounds.wake - now())):
-                    report = await reports.get()
-            except TimeoutError:
-                send(rounds.tick(now()))
-            else:
-                send(rounds.receive(report, now()))
-        return rounds.result
-    finally:
-        for task in exchanges.values():
-            task.cancel()
-        await asyncio.gather(*exchanges.values(), return_exceptions=True)

@@ -11,7 +11,8 @@ from moorage.nccl_quiesce.cut import Cut, Memory, Orders
 from moorage.nccl_quiesce.gate import Gate
 from moorage.nccl_quiesce.model import Abort, Call, Creation, Lane, Plan, Snapshot
 from moorage.nccl_quiesce.picture import Held, Picture
-from tests.support.nccl_sim import Op, Step, Thread, World
+from tests.support.nccl_sim import World
+from tests.support.nccl_sim_parts import Op, Step, Thread
 
 # ---- counting
 
@@ -207,14 +208,6 @@ class NothingOwed(Cut):
         return []
 
 
-class AllOfTheLane(Cut):
-    """Rule 1 lets all calls of a lane in, not as many as the rank is behind."""
-
-    def owed(self, picture: Picture, rank: int) -> list[int]:
-        short = picture.behind[rank]
-        return [call.ticket for call in picture.snapshots[rank].held if call.lanes.keys() & short.keys()]
-
-
 class AnyCallOwed(Cut):
     """Rule 1 lets in whatever a rank that is behind holds, on any communicator."""
 
@@ -262,17 +255,44 @@ class CreationsStandForEver(Cut):
 class HalfMadeStandForEver(Cut):
     """A creation that came through at some members stands still at the others."""
 
-    def orders(self, memory: Memory, picture: Picture) -> Orders:
-        return super().orders(msgspec.structs.replace(memory, draining=False), picture)
+    def orders(self, memory: Memory, picture: Picture, now: float) -> Orders:
+        return super().orders(msgspec.structs.replace(memory, draining=False), picture, now)
 
 
 class WorkIsHeldForEver(Cut):
-    """Threads with work for a stream never slide."""
+    """Threads with work for a stream, which only a drain order holds, never slide."""
+
+    def worked(self, memory: Memory, picture: Picture, now: float) -> set[Held]:
+        return set()
+
+
+class WorkSlidesLikeCalls(Cut):
+    """Threads with work for a stream slide as often as calls do."""
+
+    def worked(self, memory: Memory, picture: Picture, now: float) -> set[Held]:
+        return picture.whole()
+
+
+class ThawedIsFine(Cut):
+    """A creation that was let through may be taken back all the same."""
+
+    def thawing(self, memory: Memory, picture: Picture) -> set[Held]:
+        return set()
+
+
+class AnyCreationSlides(Cut):
+    """A creation slides as soon as one of the communicators in its group can come through."""
 
     class picture(Picture):
-        def whole(self) -> set[Held]:
-            calls = {(rank, call.ticket): call for rank, s in self.snapshots.items() for call in s.held}
-            return {held for held in super().whole() if calls[held].lanes or calls[held].creates}
+        def _made_together(self) -> Iterator[set[str]]:
+            return iter(())
+
+
+class NoHints(Cut):
+    """Rule 3 does not look at whom anybody waits for."""
+
+    def _pointed_to(self, picture: Picture) -> set[int]:
+        return set()
 
 
 class AnySlides(Cut):
@@ -292,9 +312,9 @@ class AnySlides(Cut):
 class NewestSlides(Cut):
     """Rule 3 takes the call that has waited for the shortest time."""
 
-    def _noted(self, memory: Memory, snapshots: Mapping[int, Snapshot], now: float) -> Memory:
-        noted = super()._noted(memory, snapshots, now)
-        return msgspec.structs.replace(noted, waiting={held: -number for held, number in noted.waiting.items()})
+    def slid(self, memory: Memory, picture: Picture, now: float) -> Held | None:
+        waiting = {held: -number for held, number in memory.waiting.items()}
+        return super().slid(msgspec.structs.replace(memory, waiting=waiting), picture, now)
 
 
 class OnlyHints(Cut):
@@ -351,7 +371,6 @@ CUTS: list[type[Cut]] = [
     CreationsAreLeft,
     DestroysBlock,
     NothingOwed,
-    AllOfTheLane,
     AnyCallOwed,
     NobodyPushed,
     AnyThreadPushed,
@@ -360,6 +379,10 @@ CUTS: list[type[Cut]] = [
     CreationsStandForEver,
     HalfMadeStandForEver,
     WorkIsHeldForEver,
+    WorkSlidesLikeCalls,
+    ThawedIsFine,
+    AnyCreationSlides,
+    NoHints,
     AnySlides,
     NewestSlides,
     OnlyHints,

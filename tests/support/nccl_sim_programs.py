@@ -3,168 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
 
-from moorage.nccl_quiesce.model import Creation, Lane
-from tests.support.nccl_sim import Op, Program, Step
-
-
-class Builder:
-    """Writes a program operation by operation: each one is put down at all its members before the next one begins.
-
-    So the order of writing is the order that the cut asks for. Messages between threads are posted before they are
-    waited
-    for. Where a communicator passes from one thread of a rank to another, a message between the two keeps the order.
-    """
-
-    def __init__(self, rng: random.Random, ranks: int, threads: Sequence[int]) -> None:
-        self.rng = rng
-        self.program = Program(ranks)
-        self.threads = threads
-        for rank in range(ranks):
-            for thread in range(threads[rank]):
-                self.program.steps[rank, thread] = []
-        self.members: dict[str, tuple[int, ...]] = {}  #: the rank of each member
-        self.owner: dict[tuple[int, str], int] = {}
-        self.names = self.tag = self.flag = 0
-        self.slow = [1.0] * ranks
-        self.wandering = 0.1  #: how often a communicator changes its thread
-        self.captures: dict[int, int] = {}
-
-    # ---- steps
-
-    def add(self, rank: int, thread: int, *steps: Step) -> None:
-        self.program.steps[rank, thread].extend(steps)
-
-    def thread(self, rank: int, name: str, *, wander: bool = True) -> int:
-        """The thread that uses a communicator next."""
-        owner = self.owner.get((rank, name))
-        if owner is None:
-            owner = self.owner[rank, name] = self.rng.randrange(self.threads[rank])
-        elif wander and self.threads[rank] > 1 and self.rng.random() < self.wandering:
-            self.hand_over(rank, name, self.rng.randrange(self.threads[rank]))
-        return self.owner[rank, name]
-
-    def hand_over(self, rank: int, name: str, to: int) -> None:
-        owner = self.owner.get((rank, name), to)
-        if owner != to:
-            flag = self.fresh()
-            self.add(rank, owner, ("post", flag))
-            self.add(rank, to, ("wait", flag, rank))
-        self.owner[rank, name] = to
-
-    def fresh(self) -> int:
-        self.flag += 1
-        return self.flag
-
-    def call(self, rank: int, thread: int, lanes: Iterable[tuple[Lane, int]], *, graph: bool = False) -> None:
-        """One call with these (lane, tag) parts. Streams belong to threads, so each has the program's order."""
-        ops = []
-        for lane, tag in lanes:
-            ops.append(Op(lane, tag, 2 * thread + (hash_of(lane.communicator) & 1)))
-            self.program.expected[lane].append(tag)
-        self.add(rank, thread, ("call", tuple(ops), graph))
-
-    # ---- operations
-
-    def create(self, ranks: Sequence[int], *, parent: str = "") -> str:
-        """Make a communicator; ``ranks`` in the order of members, a rank may be there twice."""
-        self.names += 1
-        name = f"c{self.names}"
-        self.members[name] = tuple(ranks)
-        for rank in dict.fromkeys(ranks):
-            thread = self.thread(rank, parent) if parent else self.thread(rank, name)
-            self.owner[rank, name] = thread
-            mine = [Creation(name, member, len(ranks)) for member, at in enumerate(ranks) if at == rank]
-            # The last: how many members the parent has, for those who count a shrink wrongly.
-            self.add(rank, thread, ("create", tuple(mine), len(self.members.get(parent, ()))))
-        return name
-
-    def collective(self, name: str, times: int = 1) -> None:
-        """The same collectives at all members, at some as a graph, at others one by one."""
-        tags = range(self.tag + 1, self.tag + times + 1)
-        self.tag += times
-        for rank, members in self.places(name):
-            thread = self.thread(rank, name)
-            parts = [[(Lane(name, member, "collective"), tag) for member in members] for tag in tags]
-            if times > 1 and self.rng.random() < 0.5:
-                self.call(rank, thread, [part for group in parts for part in group], graph=len(members) == 1)
-            else:
-                for group in parts:
-                    self.call(rank, thread, group)
-
-    def places(self, name: str) -> list[tuple[int, list[int]]]:
-        found: dict[int, list[int]] = {}
-        for member, rank in enumerate(self.members[name]):
-            found.setdefault(rank, []).append(member)
-        places = list(found.items())
-        self.rng.shuffle(places)
-        return places
-
-    def both(self, first: str, second: str) -> None:
-        """Two collectives in one group where a rank is in both communicators."""
-        self.tag += 1
-        tag = self.tag
-        others = dict(self.places(second))
-        for rank, members in self.places(first):
-            thread = self.thread(rank, first)
-            parts = [(Lane(first, member, "collective"), tag) for member in members]
-            if rank in others:
-                self.hand_over(rank, second, thread)
-                parts += [(Lane(second, member, "collective"), tag) for member in others.pop(rank)]
-            self.call(rank, thread, parts)
-        for rank, members in others.items():
-            self.call(
-                rank, self.thread(rank, second), [(Lane(second, member, "collective"), tag) for member in members]
-            )
-
-    def exchange(self, name: str, pairs: Iterable[tuple[int, int]], *, times: int = 1) -> None:
-        """Sends and receives between members; each rank has all its parts in one group, or some one by one."""
-        parts: dict[int, list[tuple[Lane, int]]] = {}
-        ranks = self.members[name]
-        for source, target in pairs:
-            if ranks[source] == ranks[target]:
-                continue
-            for _ in range(times):
-                self.tag += 1
-                parts.setdefault(ranks[source], []).append((Lane(name, source, "send", target), self.tag))
-                parts.setdefault(ranks[target], []).append((Lane(name, target, "receive", source), self.tag))
-        for rank, mine in parts.items():
-            thread = self.thread(rank, name)
-            # One after the other is an order only if it cannot close a ring: one partner, one direction.
-            if len({lane for lane, _ in mine}) == 1 and self.rng.random() < 0.5:
-                for part in mine:
-                    self.call(rank, thread, [part])
-            else:
-                self.call(rank, thread, mine)
-
-    def message(self, source: int, target: int) -> tuple[int, int, Step]:
-        """Post now; returns where to put the wait, and the wait."""
-        flag = self.fresh()
-        self.add(source, self.rng.randrange(self.threads[source]), ("post", flag))
-        return target, self.rng.randrange(self.threads[target]), ("wait", flag, source)
-
-    def barrier(self, ranks: Sequence[int]) -> None:
-        number = self.fresh()
-        for rank in ranks:
-            self.add(rank, self.rng.randrange(self.threads[rank]), ("barrier", number, frozenset(ranks)))
-
-    def destroy(self, name: str) -> None:
-        for rank, members in self.places(name):
-            thread = self.thread(rank, name, wander=False)
-            self.add(rank, thread, ("sync", 2 * thread), ("sync", 2 * thread + 1))
-            self.add(rank, thread, ("destroy", name, tuple(members)))
-        del self.members[name]
-
-    def compute(self, rank: int, mean: float) -> None:
-        seconds = self.rng.expovariate(1 / mean) * self.slow[rank]
-        self.add(rank, self.rng.randrange(self.threads[rank]), ("compute", seconds))
-
-
-def hash_of(name: str) -> int:
-    """Same in every process, unlike hash()."""
-    return sum(map(ord, name))
-
+from moorage.nccl_quiesce.model import Lane
+from tests.support.nccl_sim_builder import Builder, hash_of
+from tests.support.nccl_sim_parts import Op, Program, Step
 
 KINDS = {
     "collective": 40,
@@ -215,26 +57,63 @@ def ordered(seed: int, *, size: float = 1.0) -> Program:
     for _ in range(rng.randint(1, 3)):
         _new(build)
     _body(build, int(rng.randint(10, 60) * size), _weights(rng), mean, 0.05)
-    return build.program
+    program = build.program
+    program.instants_at = rng.choice(("calls", "calls", "calls", "creations", "streams"))
+    if rng.random() < 0.1:
+        _never_comes(build)
+    return program
 
 
-def looping(seed: int) -> Program:
-    """A program that has the order and no end: only a cut in the midst of it is one. It ends after the last attempt."""
+def _never_comes(build: Builder) -> None:
+    """One rank computes for longer than any deadline, while all others wait for it in a creation or destroy."""
+    rng, program = build.rng, build.program
+    program.meeting_destroys = True
+    name = build.create(range(program.ranks))
+    build.collective(name)
+    absent = rng.randrange(program.ranks)
+    for thread in range(build.threads[absent]):
+        build.add(absent, thread, ("compute", 10000.0))
+    program.last = program.calls + program.ranks - 1
+    if rng.random() < 0.5:
+        build.destroy(name)
+    else:
+        build.create(range(program.ranks))
+
+
+def looping(seed: int, *, brisk: bool = False) -> Program:
+    """A program that has the order and no end: only a cut in the midst of it is one. It ends after the last attempt.
+
+    ``brisk``: ranks have one thread and never wait for each other but in NCCL.
+    """
     rng = random.Random(seed)
     build = _builder(rng)
+    if brisk:
+        build = Builder(rng, build.program.ranks, [1] * build.program.ranks)
     program = build.program
-    program.ahead = rng.choice((1, 2, 2, 5))
+    program.ahead = rng.choice((1, 2, 5, 25))
     mean = rng.choice((2e-5, 1e-4))
     if rng.random() < 0.5:
-        build.slow = [rng.choice((1.0, 1.0, 5.0, 20.0)) for _ in range(program.ranks)]
+        build.slow = [rng.choice((1.0, 1.0, 5.0, 100.0)) for _ in range(program.ranks)]
     for _ in range(rng.randint(1, 4)):
         _new(build)
+    weights = _weights(rng) | {"create": 0, "destroy": 0}
+    if chatty := not brisk and rng.random() < 0.2:
+        for _ in range(program.ranks):
+            build.create(rng.sample(range(program.ranks), 2))
+        weights["message"] = 200
+    if brisk:  # nobody begins before all communicators stand
+        name = build.create(range(program.ranks))
+        build.collective(name)
+        for rank in range(program.ranks):
+            build.add(rank, 0, ("sync", 0), ("sync", 1))
+        program.last = program.calls
     program.preamble = {lane: len(tags) for lane, tags in program.expected.items()}
     program.loop = {key: len(steps) for key, steps in program.steps.items()}
-    weights = _weights(rng) | {"create": 0, "destroy": 0}
+    if brisk:
+        weights |= {"message": 0, "barrier": 0, "stream": 0}
     owners = dict(build.owner)
     build.collective(rng.choice(list(build.members)))
-    _body(build, rng.randint(5, 30), weights, mean, 0.0)
+    _body(build, rng.randint(30, 100) if chatty else rng.randint(5, 30), weights, mean, 0.0)
     for (rank, name), thread in owners.items():  # each lap begins with the same owners
         build.hand_over(rank, name, thread)
     for rank, thread in program.steps:
@@ -273,20 +152,24 @@ def _body(build: Builder, length: int, weights: dict[str, float], mean: float, p
             thread = rng.randrange(threads[rank])
             build.add(rank, thread, ("sync", 2 * thread + rng.randrange(2)))
         elif kind == "stream":
+            if rng.random() < 0.5:  # the message is late
+                build.compute(rank, 0.002 / build.slow[rank])
             target, thread, (_, flag, _) = build.message(rank, rng.randrange(ranks))
             stream = 2 * thread + rng.randrange(2)
             if program.loop:
-                # A thread that only has streams wait, lap after lap, would always be ahead of whoever it waits for:
+                # A thread that only has streams wait for other ranks, lap after lap, would always be ahead of them:
                 # there is no instant at which its stream is dry. So it has a call before, and waits for the stream.
                 if not any(step[0] == "call" for step in program.steps[target, thread][program.loop[target, thread] :]):
                     continue
                 last.append((target, thread, ("sync", stream)))
             build.add(target, thread, ("stream waits", stream, flag))
         elif kind == "create":
-            if rng.random() < 0.5:
+            if (lot := rng.random()) < 0.5:
                 _new(build)
-            else:
+            elif lot < 0.75:
                 _derived(build, name)
+            else:
+                build.create_together(*(rng.sample(range(ranks), rng.randint(2, ranks)) for _ in range(2)))
         elif kind == "destroy":
             if len(names) > 1:
                 build.destroy(name)
@@ -350,8 +233,7 @@ def _exchange(build: Builder, name: str, number: int) -> None:
 def disordered(seed: int, *, length: int = 4000) -> Program:
     """A program without the order: from early on until its last but one operation some rank is always ahead.
 
-    Some random operations of other ranks and threads run beside it. The first thread of ranks 0 and 1 does nothing
-    else.
+    Some random operations of other ranks and threads run beside it. The first threads of ranks 0 and 1 do nothing else.
     """
     rng = random.Random(seed)
     ranks = rng.randint(2, 8)

@@ -21,6 +21,7 @@ class Trial(msgspec.Struct, frozen=True):
     seed: int
     ordered: bool
     problems: list[str]
+    attempts: int = 0
     cuts: int = 0
     aborts: int = 0
     unequal: int = 0  #: attempts whose counts were unequal when the gates began to close
@@ -44,13 +45,24 @@ def trial(
     if is_ordered is None:
         is_ordered = seed % DISORDERED != 0
     rng = random.Random(f"instants {seed}")
+    brisk = is_ordered and seed % 10 == 5
     if is_ordered and seed % 2:
-        program = looping(seed)
-        instants = [rng.randrange(10 * program.calls) for _ in range(rng.choice((1, 1, 2)))]
-        settings = settings or Settings(deadline=5.0, patience=0.005, dry=0.005)
+        program = looping(seed, brisk=brisk)
+        instants = [program.last + rng.randrange(10 * program.calls) for _ in range(rng.choice((1, 1, 2)))]
+        if brisk:
+            settings = settings or Settings(deadline=20.0, patience=2.0, dry=2.0)
+        settings = settings or Settings(deadline=20.0, patience=0.005, dry=0.005)
     elif is_ordered:
         program = ordered(seed)
-        instants = [rng.randrange(max(1, program.calls)) for _ in range(rng.choice((1, 1, 2)))]
+        kinds = {"calls": ("call", "create", "destroy"), "creations": ("create",), "streams": ("stream waits",)}
+        limit = program.steps_of(*kinds[program.instants_at])
+        if program.instants_at == "creations":
+            limit //= program.ranks
+        instants = [rng.randrange(max(1, limit)) for _ in range(rng.choice((1, 1, 2)))]
+        if not limit:
+            program.instants_at, instants = "calls", [rng.randrange(program.calls)]
+        if program.last:
+            program.instants_at, instants = "calls", [program.last]
         settings = settings or Settings(dry=0.02)
     else:
         program = disordered(seed, length=200)
@@ -67,17 +79,23 @@ def trial(
             problems.append(f"a program with the order was not cut: {result}")
         if not is_ordered and not isinstance(result, Abort):
             problems.append(f"a program without the order was cut: {result}")
+        if isinstance(result, Abort) and not (result.behind or result.inside or result.undrained):
+            problems.append(f"nothing is named: {result}")
     if not results:
         problems.append("no attempt was made")
+    slides = sum(rounds.slides for rounds in run.tried)
+    if brisk and slides:
+        problems.append(f"{slides} slides where nobody waits but in NCCL")
     return Trial(
         seed=seed,
         ordered=is_ordered,
         problems=problems,
+        attempts=len(results),
         cuts=sum(isinstance(result, Accept) for result in results),
         aborts=sum(isinstance(result, Abort) for result in results),
         unequal=sum(unequal for _, unequal in run.began),
         midway=run.midway,
-        slides=sum(rounds.slides for rounds in run.tried),
+        slides=slides,
         admitted=sum(rounds.admitted for rounds in run.tried),
         rounds=sum(rounds.round for rounds in run.tried),
         events=run.events,
