@@ -17,7 +17,17 @@ import structlog
 
 from moorage.errors import Conflict, MoorageError, NotFound
 from moorage.v1 import types_pb2, worker_pb2
-from moorage.worker import agent_adopt, attempt, pod_end, pod_fence, pod_guard, pod_record, pod_start, restore
+from moorage.worker import (
+    agent_adopt,
+    attempt,
+    pod_end,
+    pod_fence,
+    pod_guard,
+    pod_record,
+    pod_staging,
+    pod_start,
+    restore,
+)
 from moorage.worker.agent_hub import PodKey
 from moorage.worker.agent_node import Node
 from moorage.worker.pod import Pod
@@ -44,6 +54,10 @@ class Agent:
         """Find the pods that an earlier worker left; their guards are not asked yet. Raises `CorruptData`."""
         for pod in agent_adopt.load(self.node):
             self.pods[pod.key] = pod
+        pod_staging.sweep(
+            pod_staging.memory_root(self.node.config.cluster, self.node.name),
+            {pod.memory_staging.name for pod in self.pods.values()},
+        )
 
     async def adopt(self) -> None:
         """Connect to the guards of all pods found, replace dead ones, go on with what the earlier worker had begun."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from moorage.errors import NoCapacity
@@ -51,10 +53,25 @@ def choose(needed: int, *, on_disk: Path, in_shm: Path) -> Path:
 
 
 def make(folder: Path) -> Path:
-    """Create ``folder`` (0700) afresh; what an earlier attempt left there goes."""
+    """Create ``folder`` and the one that it stands in (0700) afresh; what an earlier attempt left there goes."""
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700, parents=True)
-    return folder
+    while True:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the last capture beside it went, and their folder with it
+            folder.mkdir(mode=0o700)
+            return folder
+
+
+def sweep(root: Path, known: Collection[str]) -> None:
+    """Delete what stands in ``root`` under names that are not ``known``, and ``root`` itself if nothing is left.
+
+    Captures of pods whose folders are gone (the node's state was lost) would fill the memory until the machine ends.
+    """
+    for folder in root.iterdir() if root.is_dir() else ():
+        if folder.name not in known:
+            shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # absent, or captures that are still wanted stand there
+        root.rmdir()
 
 
 def drop(folder: Path) -> None:

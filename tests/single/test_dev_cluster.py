@@ -18,7 +18,9 @@ from moorage.config import DEV_CLIENT_FILE
 from moorage.dev import cluster as dev
 from moorage.dev import control, layout, network, ready, sweep
 from moorage.dev.processes import Identity, end, in_namespace, naming
-from moorage.errors import Conflict, DeadlineExceeded, NotFound
+from moorage.errors import Conflict, DeadlineExceeded, NotFound, Unavailable
+from moorage.worker import pod_staging
+from moorage.worker.pod_staging import memory_root
 from tests.support import leftovers
 from tests.support.cluster import DevCluster
 
@@ -93,9 +95,13 @@ def test_a_cluster_comes_up_is_hurt_in_every_way_and_goes_without_a_trace() -> N
         until(lambda: reachable(*endpoint))
 
         # A node that is lost for good takes everything with it, and its name is not given again.
+        captures = [memory_root(cluster.name, node) / "left" for node in ("node-1", "node-2")]
+        for folder in captures:
+            pod_staging.make(folder)
         gone = record.node("node-1")
         cluster.destroy("node-1")
         assert listener.wait(SECONDS) == -signal.SIGKILL
+        assert not captures[0].parent.exists() and captures[1].exists()
         assert not record.node_folder("node-1").exists()
         assert not network.namespace_path(record, gone).exists()
         assert not network.link_exists(record.link(gone))
@@ -104,7 +110,7 @@ def test_a_cluster_comes_up_is_hurt_in_every_way_and_goes_without_a_trace() -> N
             cluster.destroy("node-1")
         assert cluster.add() == "node-3"
         assert {node.node for node in cluster.client().nodes() if node.live} >= {"node-2", "node-3"}
-    assert not cluster.folder.exists()
+    assert not cluster.folder.exists() and not captures[1].parent.exists()
     assert naming(cluster.folder) == set()
     assert dev.down(cluster.name) is False
 
@@ -118,17 +124,22 @@ def private(folder: Path) -> None:
 
 
 def test_a_cluster_that_lost_its_supervisor_is_taken_down_all_the_same() -> None:
-    with DevCluster(nodes=1) as cluster:
+    with DevCluster(nodes=2) as cluster:
         with DevCluster(nodes=1) as other:  # side by side, each with a network of its own
             assert other.record.subnet != cluster.record.subnet
             assert [node.node for node in other.client().nodes()] == ["node-1"]
-        assert [node.node for node in cluster.client().nodes()] == ["node-1"]
+        assert [node.node for node in cluster.client().nodes()] == ["node-1", "node-2"]
         processes = [Identity(one.pid, one.started) for one in cluster.status().values()]
         supervisors = naming(cluster.folder) - {process.pid for process in processes}
         end({found for pid in supervisors if (found := Identity.of(pid))})
         assert not control.running(cluster.record)
         assert all(process.alive() for process in processes)
         pod = in_node(cluster, "node-1", "sleep", "600")
+        with pytest.raises(Unavailable, match="supervisor"):
+            cluster.add()
+        assert cluster.nodes == ["node-1", "node-2"]
+        cluster.destroy("node-2")
+        assert cluster.nodes == ["node-1"]
         assert dev.down(cluster.name)
         assert pod.wait(SECONDS) == -signal.SIGKILL
         assert not any(process.alive() for process in processes)

@@ -1,4 +1,4 @@
-"""What the tests leave on the machine: processes, mounts, namespaces, links, cgroups, tables.
+"""What the tests leave on the machine: processes, mounts, namespaces, links, cgroups, tables, captures in memory.
 
 Two ways to look. *Own*: what can be traced to this run, by a variable that all its processes inherit and by the names
 of what it made (`made`); right on a machine where others work too. *All*: everything that was not there when the
@@ -48,6 +48,7 @@ class Made(msgspec.Struct, frozen=True):
             rf"(?<=^link ){cluster_prefix(self.name)}",
             rf"(?<=^namespace ){cluster_prefix(self.name)}",
             rf"(?<=^namespace ){self.name}",
+            rf"(?<=^memory moorage-){self.name}-",
         ]
 
 
@@ -109,6 +110,10 @@ def _cgroups() -> set[str]:
     return found
 
 
+def _memory() -> set[str]:
+    return {f"memory {path.name}" for path in Path("/dev/shm").iterdir() if path.name.startswith("moorage")}
+
+
 def processes(token: str) -> dict[int, str]:
     """The processes of a run but this one, by pid, with their command lines."""
     found = {}
@@ -129,7 +134,7 @@ def processes(token: str) -> dict[int, str]:
 
 def machine() -> set[str]:
     """Everything of the kinds above that is on this machine, but processes."""
-    return _links() | _namespaces() | _tables() | _mounts() | _cgroups()
+    return _links() | _namespaces() | _tables() | _mounts() | _cgroups() | _memory()
 
 
 def of(things: set[Made], entries: set[str]) -> set[str]:

@@ -54,6 +54,8 @@ def _remove(kind: str, name: str) -> None:
     elif kind == "table":
         family, _, table = name.partition(" ")
         _call("nft", "delete", "table", family, table)
+    elif kind == "memory":
+        shutil.rmtree(Path("/dev/shm") / name, ignore_errors=True)
 
 
 def _call(program: str, *arguments: str) -> None:

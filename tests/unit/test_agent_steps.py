@@ -57,6 +57,7 @@ def test_what_fits_nowhere_is_told_in_numbers(tmp_path: Path) -> None:
 
 def test_a_staging_folder_is_fresh_and_private(tmp_path: Path) -> None:
     folder = pod_staging.make(tmp_path / "a" / "b")
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
     (folder / "old").touch()
     pod_staging.make(folder)
     assert list(folder.iterdir()) == []
@@ -71,3 +72,14 @@ def test_failpoints_stand_before_and_after_each_step() -> None:
         name.rpartition(".")[0] for name in NAMES if name.endswith(".after")
     }
     assert len(set(NAMES)) == len(NAMES)
+
+
+def test_captures_of_pods_that_nobody_knows_any_more_are_swept(tmp_path: Path) -> None:
+    root = tmp_path / "moorage-c-n"
+    for name in ("j1-1-0", "j2-1-0"):
+        (pod_staging.make(root / name) / "pages-1.img").write_bytes(b"x")
+    pod_staging.sweep(root, {"j2-1-0"})
+    assert [path.name for path in root.iterdir()] == ["j2-1-0"]
+    pod_staging.sweep(root, ())
+    assert not root.exists()
+    pod_staging.sweep(root, ())

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from moorage.dev import cluster as dev
 from moorage.dev import layout, ready
 from moorage.dev.layout import Cluster, check_name, cluster_id, free_subnet
 from moorage.dev.supervisor import Running
@@ -182,3 +183,30 @@ def test_only_a_process_that_is_wanted_and_started_over_and_over_counts_as_faili
 )
 def test_progress_says_what_is_waited_for(leading: bool, live: int, said: str) -> None:
     assert said in ready.describe(leading, live, 3)
+
+
+def test_a_cluster_that_nobody_may_use_unnamed_is_not_given_the_link_of_one_that_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "RUN_FOLDER", tmp_path / "run")
+    monkeypatch.setattr(layout, "DEFAULT_FOLDER", tmp_path / "default")
+    link = tmp_path / "run" / "client.toml"
+    monkeypatch.setattr(dev, "DEV_CLIENT_FILE", str(link))
+    made = {name: cluster(tmp_path / "default" / name, name) for name in ("dev", "other", "tests")}
+    made["tests"].default = False
+    for one in made.values():
+        one.folder.mkdir(parents=True)
+        one.write()
+        (one.folder / "client.toml").touch()
+    link.parent.mkdir()
+    link.symlink_to(made["dev"].folder / "client.toml")
+    dev._unlink_default(made["dev"])
+    assert link.readlink() == made["other"].folder / "client.toml"
+    (made["dev"].folder / "client.toml").unlink()
+    dev._unlink_default(made["other"])
+    assert not link.is_symlink()
+
+
+def test_the_way_to_take_a_cluster_down_names_it_unless_it_is_the_usual_one() -> None:
+    assert cluster().how_down == "moorage dev down"
+    assert cluster(name="z").how_down == "moorage dev down --name z"

@@ -10,7 +10,7 @@ import typer
 from moorage.cli.options import DryRun, Output, client, local_output_format, output_format
 from moorage.cli.output import bytes_text, progress, remark, write
 from moorage.cli.values import seconds
-from moorage.errors import Conflict, EnvironmentLacking, NotFound
+from moorage.errors import Conflict, EnvironmentLacking, NotFound, UsageError
 
 if TYPE_CHECKING:
     from moorage.coordinator.client import NodeInfo
@@ -90,20 +90,23 @@ def up(
     output: Output = None,
 ) -> None:
     """Start etcd, a coordinator and N workers on this machine, each worker in a namespace that stands for a host."""
+    from moorage.config import ClientConfig, load
+    from moorage.coordinator.client import Client
     from moorage.dev import cluster, layout
 
     form = local_output_format(output)
+    length = _lease(lease)
     if dry_run:
         layout.check_name(name)
         if name in layout.names():
-            raise Conflict(f"there is a cluster {name} already", f"moorage dev down --name {name}")
+            raise Conflict(f"there is a cluster {name} already", layout.down_command(name))
         return write({"name": name, "nodes": nodes, "would": "start"}, form)
     with progress(f"cluster {name}") as update:
         made = cluster.up(
             nodes=nodes,
             name=name,
             state=state,
-            lease_seconds=max(1, round(seconds(lease, "--lease"))),
+            lease_seconds=length,
             slots=slots,
             progress=lambda text: update(text, None),
         )
@@ -114,7 +117,16 @@ def up(
         "nodes": [node.name for node in made.nodes],
     }
     write(summary, form)
-    remark("ready; `moorage nodes` shows it, `moorage dev down` removes it")
+    remark(f"ready; `moorage nodes` shows it, `{made.how_down}` removes it")
+    with Client(config=load(made.folder / "client.toml", ClientConfig)) as api:
+        if lacking := [node.node for node in api.nodes() if not node.ready]:
+            remark(f"cannot run pods: {', '.join(lacking)}; `moorage doctor --node {lacking[0]}` says why")
+
+
+def _lease(text: str) -> int:
+    if (length := seconds(text, "--lease")) < 1:
+        raise UsageError(f"--lease {text} is too short", "nodes must be heard of once in that time: 1s or more")
+    return round(length)
 
 
 def down(name: Name = "dev", dry_run: DryRun = False, output: Output = None) -> None:

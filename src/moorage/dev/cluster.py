@@ -23,6 +23,7 @@ from moorage.dev.layout import RUN_FOLDER, Cluster, Node
 from moorage.dev.processes import Identity, end, end_all, naming
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NotFound, Unavailable, UsageError
 from moorage.runtime import programs
+from moorage.worker.pod_staging import memory_root
 
 Progress = Callable[[str], None]
 
@@ -66,7 +67,7 @@ def up(
     for program in ("etcd", "runc", "criu", "nft", "ip"):
         programs.find(program)
     with layout.locked(name):
-        cluster = _record(name, state, nodes, lease_seconds, use_rto_max, slots)
+        cluster = _record(name, state, nodes, lease_seconds, use_rto_max, slots, default)
         try:
             _start(cluster, environment or {}, progress)
             asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
@@ -82,13 +83,21 @@ def up(
 
 
 def _record(
-    name: str, state: Path | None, nodes: int, lease_seconds: int, use_rto_max: bool = True, slots: int = 0
+    name: str,
+    state: Path | None,
+    nodes: int,
+    lease_seconds: int,
+    use_rto_max: bool = True,
+    slots: int = 0,
+    default: bool = True,
 ) -> Cluster:
     """Choose names, networks and ports, and write the state file."""
     folder = (state or layout.DEFAULT_FOLDER / name).absolute()
     with layout.locked(layout.MACHINE):
         if name in layout.names():
-            raise Conflict(f"dev cluster {name} exists already", f"use it, or take it down: moorage dev down {name}")
+            raise Conflict(
+                f"dev cluster {name} exists already", f"use it, or take it down: {layout.down_command(name)}"
+            )
         if (folder / "cluster.json").exists():
             raise Conflict(f"{folder} belongs to a dev cluster already", "name another folder")
         if folder.exists() and any(folder.iterdir()):
@@ -106,6 +115,7 @@ def _record(
             lease_seconds=lease_seconds,
             use_rto_max=use_rto_max,
             slots=slots,
+            default=default,
         )
         for _ in range(nodes):
             cluster.new_node()
@@ -229,12 +239,21 @@ def _end_recorded(cluster: Cluster) -> None:
 def _unlink_default(cluster: Cluster) -> None:
     link = Path(DEV_CLIENT_FILE)
     if link.is_symlink() and link.readlink() == cluster.folder / "client.toml":
-        others = [layout.folder_of(name) / "client.toml" for name in layout.names() if name != cluster.name]
-        others = [path for path in others if path.exists()]
+        others = [path for name in layout.names() if name != cluster.name for path in _client_file(name)]
         if others:
             _link(link, max(others, key=lambda path: path.stat().st_mtime))
         else:
             link.unlink()
+
+
+def _client_file(name: str) -> list[Path]:
+    """The settings for clients of a cluster, if it may be the one that is used without being named."""
+    try:
+        other = layout.find(name)
+    except MoorageError:
+        return []
+    path = other.folder / "client.toml"
+    return [path] if other.default and path.exists() else []
 
 
 def _keep_logs(cluster: Cluster) -> Path | None:
@@ -249,7 +268,7 @@ def _keep_logs(cluster: Cluster) -> Path | None:
 
 
 def _remove_node(cluster: Cluster, node: Node) -> None:
-    """Remove everything of a node: processes, pods, mounts, cgroups, namespaces, cable, folder. Idempotent."""
+    """Remove everything of a node: processes, pods, mounts, cgroups, namespaces, cable, folders. Idempotent."""
     folder = cluster.node_folder(node.name)
     end_all(lambda: sweep.processes_of(cluster, node))
     for namespace in network.pod_namespaces(cluster, node):
@@ -259,6 +278,8 @@ def _remove_node(cluster: Cluster, node: Node) -> None:
     sweep.remove_cgroups(sweep.cgroups_of(cluster, node))
     if folder.exists():
         shutil.rmtree(folder)
+    # Captures that were not in the store yet; nobody else would ever free that memory.
+    shutil.rmtree(memory_root(cluster.name, node.name), ignore_errors=True)
 
 
 def destroy(name: str, node_name: str) -> None:
@@ -272,7 +293,8 @@ def destroy(name: str, node_name: str) -> None:
         node = cluster.node(node_name)
         # Cut first: a host that is gone says no good-byes.
         network.cut(cluster, node, control_only=False)
-        control.stop(cluster, node.name, sweep.KILL)
+        with contextlib.suppress(Unavailable):  # nobody would start it again either
+            control.stop(cluster, node.name, sweep.KILL)
         _remove_node(cluster, node)
         cluster.nodes.remove(node)
         cluster.write()
@@ -283,6 +305,7 @@ def add(name: str, *, ready_seconds: float = READY_SECONDS, progress: Progress =
     _require_root()
     with layout.locked(name):
         cluster = layout.find(name)
+        control.status(cluster)  # nothing is begun that could not be ended
         node = cluster.new_node()
         cluster.write()
         network.create_node(cluster, node)

@@ -27,7 +27,7 @@ def _order(cluster: Cluster, request: dict[str, str]) -> dict[str, Any]:
         except OSError as error:
             raise errors.Unavailable(
                 f"the supervisor of dev cluster {cluster.name} does not answer: {error.strerror or error}",
-                "take the cluster down and start it again: moorage dev down",
+                f"take the cluster down and start it again: {cluster.how_down}",
             ) from error
     if not line:
         raise errors.Unavailable(f"the supervisor of dev cluster {cluster.name} ended", "see its log")

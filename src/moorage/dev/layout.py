@@ -29,6 +29,7 @@ from moorage.errors import CorruptData, NewerVersion, NotFound, UsageError
 VERSION = 1
 RUN_FOLDER = Path("/run/moorage/dev")
 DEFAULT_FOLDER = Path("/var/lib/moorage/dev")
+DEFAULT_NAME = "dev"
 WORKER_PORT = 7400
 FIRST_NODE_ADDRESS = 11  # .1 is the bridge
 
@@ -59,11 +60,17 @@ class Cluster(msgspec.Struct, kw_only=True):
     slots: int = 0  # of each node
     nodes: list[Node] = []
     next_number: int = 1
+    default: bool = True  # `moorage` without further settings may use it
 
     @property
     def id(self) -> str:
         """Six characters that stand for the cluster in names of links and tables, which are short."""
         return cluster_id(self.name)
+
+    @property
+    def how_down(self) -> str:
+        """The command that takes it down."""
+        return down_command(self.name)
 
     @property
     def bridge(self) -> str:
@@ -126,6 +133,11 @@ class Cluster(msgspec.Struct, kw_only=True):
 def cluster_id(name: str) -> str:
     """Short name of the cluster ``name`` for links and tables."""
     return hashlib.blake2b(name.encode(), digest_size=3).hexdigest()
+
+
+def down_command(name: str) -> str:
+    """The command that takes the cluster ``name`` down."""
+    return "moorage dev down" if name == DEFAULT_NAME else f"moorage dev down --name {name}"
 
 
 def check_name(name: str) -> str:
