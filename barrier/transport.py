@@ -51,6 +51,9 @@ _SUSPECT_SECONDS = 5.0  # how long an endpoint that failed is used only if no ot
 # A member that has lost its leader answers so at once, and the call goes to another one.
 _LEADER = ("hasleader", "true")
 
+# Users or roles were changed while the request was under way: it was not executed, and may be sent again.
+_OLD_REVISION = "revision of auth store is old"
+
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 
@@ -107,6 +110,8 @@ class Transport:
         self._token = ""
         self._token_lock = asyncio.Lock()
         self._endpoints: list[Endpoint] = []
+        self._older: list[Endpoint] = []
+        self._stamp: tuple[object, ...] = ()
         self._current: Endpoint | None = None
         self.calls: set[Any] = set()  # those that `close` has to end
         self.closed = False
@@ -118,7 +123,12 @@ class Transport:
 
     def _open(self) -> list[Endpoint]:
         self._check_open()
-        if not self._endpoints:
+        stamp = self._tls.stamp() if self._tls else ()
+        if not self._endpoints or stamp != self._stamp:
+            # Certificates that were replaced are for the connections from now on. What runs on an older connection
+            # goes on there until that breaks.
+            self._older += self._endpoints
+            self._stamp = stamp
             credentials = None
             if self._tls:
                 try:
@@ -135,7 +145,8 @@ class Transport:
         self.closed = True
         for call in list(self.calls):
             call.cancel()
-        await asyncio.gather(*(endpoint.channel.close(None) for endpoint in self._endpoints), return_exceptions=True)
+        endpoints = [*self._endpoints, *self._older]
+        await asyncio.gather(*(endpoint.channel.close(None) for endpoint in endpoints), return_exceptions=True)
 
     async def connected(self, deadline: float) -> Endpoint:
         """An endpoint whose connection stands: one that did not fail lately, or the one whose failure is oldest.
@@ -294,7 +305,7 @@ class Transport:
             except grpc.aio.AioRpcError as error:
                 details = error.details() or error.code().name
                 meaning = classify(error.code(), details)
-                if meaning == "token" and self.user and tokens < 3:
+                if meaning == "token" and (self.user or _OLD_REVISION in details) and tokens < 3:
                     tokens += 1
                     self.forget_token(metadata)
                     continue

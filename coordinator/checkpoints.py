@@ -185,7 +185,7 @@ class Checkpoints:
     async def _forget_attempts(self, job: Job) -> None:
         """Remove the keys of attempts that nobody can still act on: all but the newest two."""
         leader = self._leader
-        prefix = leader.keys.job(job.id) + "attempts/"
+        prefix = leader.keys.attempts(job.id)
         listing = await leader.etcd.list(prefix, keys_only=True)
         numbers = {int(kv.key.removeprefix(prefix).partition("/")[0]) for kv in listing.items}
         for number in sorted(numbers):

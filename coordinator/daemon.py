@@ -19,6 +19,8 @@ from typing import Any
 import structlog
 
 from moorage import failpoints, rpc
+from moorage.access import Gate
+from moorage.barrier import crl
 from moorage.barrier.client import EtcdClient
 from moorage.barrier.election import Leadership, campaign, observe
 from moorage.barrier.session import Session
@@ -119,19 +121,21 @@ class Coordinator:
             config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=config.etcd.password()
         )
         async with etcd:
-            server = rpc.aio_server()
+            server = rpc.aio_server(Gate(config.tls, self.service.note))
             add_CoordinatorServicer_to_server(self.service, server)
             self.port = _bind(server, config)
             await server.start()
             notify("READY=1")
             log.info("serving", listen=config.listen, port=self.port, store=config.store)
             watching = asyncio.create_task(self._watch_leader(etcd))
+            revocations = asyncio.create_task(crl.follow(etcd, self._keys, config.tls))
             try:
                 while True:
                     await self._term(etcd, store)
             finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+                for task in (watching, revocations):
+                    task.cancel()
+                await asyncio.gather(watching, revocations, return_exceptions=True)
                 await server.stop(_GRACE_SECONDS)
 
     async def _watch_leader(self, etcd: EtcdClient) -> None:

@@ -11,9 +11,11 @@ import msgspec
 import structlog
 
 from moorage.barrier.client import EtcdClient
+from moorage.barrier.crl import Publisher
 from moorage.barrier.election import Leadership
 from moorage.config import CoordinatorConfig
 from moorage.coordinator import attempt_orders, orders, planner, watch_pods
+from moorage.coordinator.audit import Audit
 from moorage.coordinator.capacity import NOTHING, Need, need_of
 from moorage.coordinator.checkpoints import Checkpoints
 from moorage.coordinator.cordons import Cordons
@@ -66,6 +68,8 @@ class Leader:
         self._watchers: dict[str, asyncio.Task[Any]] = {}
         self._over = asyncio.Event()
         self._promised: dict[str, tuple[int, tuple[str, ...]]] = {}
+        self.audit = Audit(etcd, self.keys, leadership)
+        self.crl = Publisher(etcd, self.keys, config.authority)
 
     @property
     def epoch(self) -> int:
@@ -86,6 +90,8 @@ class Leader:
             await self._until_lost(self._take_up())
             self.spawn(self.nodes.follow(), "nodes")
             self.spawn(self.checkpoints.housekeeping(), "housekeeping")
+            self.spawn(self.audit.run(), "audit")
+            self.spawn(self.crl.run(), "revocations")
             self.loaded.set()
             log.info("leading", epoch=self.epoch, jobs=len(self.jobs), nodes=sorted(self.nodes.live))
             await self._until_lost(self._over.wait())

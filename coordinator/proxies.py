@@ -45,10 +45,13 @@ async def execute(leader: Leader, requests: AsyncIterator[ExecInput]) -> AsyncIt
     except StopAsyncIteration:
         raise UsageError("the call ended before it named a command") from None
     job = leader.find(first.fence.job)
+    rpc.about(job.id, job.spec.owner)
     ranks = job.state.pods * job.spec.ranks_per_pod
     if first.rank >= ranks:
         raise UsageError(f"job {job.state.name} has no rank {first.rank}", f"its ranks are 0 to {ranks - 1}")
     pod = first.fence.pod or first.rank // job.spec.ranks_per_pod
+    if pod >= job.state.pods:
+        raise UsageError(f"job {job.state.name} has no pod {pod}", f"its pods are 0 to {job.state.pods - 1}")
     node = _seat(job, pod)
     first.fence.CopyFrom(fence_of(leader, job, pod, job.state.incarnation))
     if not first.rank:

@@ -14,16 +14,16 @@ from typing import Any
 
 import structlog
 
-from moorage import __version__, rpc
+from moorage import __version__, roles, rpc
 from moorage.config import CoordinatorConfig
-from moorage.coordinator import events, logs, proxies, submit, views
+from moorage.coordinator import events, joining, logs, proxies, submit, views
 from moorage.coordinator.job import Job
 from moorage.coordinator.leader import Leader
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.state import job_of
 from moorage.coordinator.service_fleet import FleetService
 from moorage.coordinator.workers import NodeGone
-from moorage.errors import Forbidden, NotFound, Unavailable, UsageError
+from moorage.errors import NotFound, Unavailable, UsageError
 from moorage.store import CheckResult
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import worker_pb2
@@ -41,37 +41,64 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         self.leader_address = ""
 
     def _leading(self) -> Leader:
-        caller = rpc.principal.get()
-        if caller.startswith("worker:"):
-            raise Forbidden(f"{caller} may not call the coordinator", "use the certificate of a user")
         if self.leader is not None and self.leader.leading:
             return self.leader
         other = self.leader_address
         hint = f"the leader is {other}" if other and other != self._config.advertise else "one is about to take over"
         raise Unavailable(f"coordinator {self._config.advertise} does not lead", hint)
 
+    def note(self, attempt: roles.Attempt) -> None:
+        """Take a call into the audit trail; a coordinator that does not lead has only its log."""
+        log.info(
+            "call",
+            caller=str(attempt.identity),
+            method=attempt.method,
+            allowed=attempt.allowed,
+            job=attempt.job,
+            peer=attempt.peer,
+            why=attempt.reason,
+        )
+        if self.leader is not None and self.leader.leading:
+            self.leader.audit.put(attempt)
+
+    def _job(self, reference: str) -> Job:
+        """The job that is meant. Raises `NotFound`, `Forbidden` when it is another's and the caller may not do this."""
+        job = self._leading().find(reference)
+        rpc.about(job.id, job.spec.owner)
+        return job
+
+    @staticmethod
+    def _shown(job: Job) -> pb.Job:
+        """The job as its caller may see it: secrets may stand in its environment."""
+        message = views.job_message(job)
+        if rpc.principal.get() != job.spec.owner:
+            message.spec.ClearField("env")
+            message.spec.ClearField("rank_env")
+        return message
+
     # -- jobs
 
     async def Submit(self, request: pb.SubmitRequest, context: Any) -> pb.Job:
         leader = self._leading()
         trace = rpc.trace.get() or uuid.uuid4().hex
-        job = await submit.submit(leader, request, rpc.principal.get(), trace)
-        return views.job_message(job)
+        job = await submit.submit(leader, request, rpc.caller.get(), rpc.principal.get(), trace)
+        rpc.about(job.id, job.spec.owner)
+        return self._shown(job)
 
     async def GetJob(self, request: pb.JobRef, context: Any) -> pb.Job:
-        return views.job_message(self._leading().find(request.job))
+        return self._shown(self._job(request.job))
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsReply:
         jobs = sorted(self._leading().jobs.values(), key=lambda job: job.state.created)
-        return pb.ListJobsReply(jobs=[views.job_message(job) for job in jobs if request.all or not job.state.over])
+        return pb.ListJobsReply(jobs=[self._shown(job) for job in jobs if request.all or not job.state.over])
 
     async def WatchJob(self, request: pb.JobRef, context: Any) -> AsyncIterator[pb.Job]:
         leader = self._leading()
-        job = leader.find(request.job)
+        job = self._job(request.job)
         last: pb.Job | None = None
         while True:
             seen = job.changed.rung
-            message = views.job_message(job)
+            message = self._shown(job)
             if message != last:
                 yield message
                 last = message
@@ -95,7 +122,7 @@ class CoordinatorService(FleetService, CoordinatorServicer):
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> pb.AttemptReply:
         leader = self._leading()
-        job = leader.find(request.job)
+        job = self._job(request.job)
         nodes = tuple(request.nodes)
         if not nodes:
             raise UsageError("no node is named to move to", "moorage move JOB --to NODE,...")
@@ -104,14 +131,14 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         return await self._attempt(request.job, asked)
 
     async def _attempt(self, reference: str, asked: ev.Asked) -> pb.AttemptReply:
-        job = self._leading().find(reference)
+        job = self._job(reference)
         state = await job.ask(asked)
         attempt = next((done.attempt for done in state.requests if done.id == asked.request), state.attempts)
-        return pb.AttemptReply(job=views.job_message(job), attempt=attempt)
+        return pb.AttemptReply(job=self._shown(job), attempt=attempt)
 
     async def Restore(self, request: pb.RestoreRequest, context: Any) -> pb.Job:
         leader = self._leading()
-        job = leader.find(request.job)
+        job = self._job(request.job)
         if request.checkpoint:
             record = await leader.checkpoints.get(request.checkpoint)
             if record.job != job.id:
@@ -126,10 +153,10 @@ class CoordinatorService(FleetService, CoordinatorServicer):
                 nodes=tuple(request.nodes),
             )
         )
-        return views.job_message(job)
+        return self._shown(job)
 
     async def Stop(self, request: pb.StopRequest, context: Any) -> pb.Job:
-        job = self._leading().find(request.job)
+        job = self._job(request.job)
         await job.ask(
             ev.StopAsked(
                 time=time.time(),
@@ -139,15 +166,15 @@ class CoordinatorService(FleetService, CoordinatorServicer):
                 grace_seconds=max(0.0, request.grace_seconds),
             )
         )
-        return views.job_message(job)
+        return self._shown(job)
 
     async def GetAttempt(self, request: pb.GetAttemptRequest, context: Any) -> pb.Attempt:
         leader = self._leading()
-        return await self._find_attempt(leader, leader.find(request.job), request.attempt)
+        return await self._find_attempt(leader, self._job(request.job), request.attempt)
 
     async def WatchAttempt(self, request: pb.GetAttemptRequest, context: Any) -> AsyncIterator[pb.Attempt]:
         leader = self._leading()
-        job = leader.find(request.job)
+        job = self._job(request.job)
         last: pb.Attempt | None = None
         while True:
             seen = job.changed.rung
@@ -189,7 +216,7 @@ class CoordinatorService(FleetService, CoordinatorServicer):
     async def ListCheckpoints(self, request: pb.ListCheckpointsRequest, context: Any) -> pb.ListCheckpointsReply:
         leader = self._leading()
         records = (
-            await leader.checkpoints.of_job(leader.find(request.job).id)
+            await leader.checkpoints.of_job(self._job(request.job).id)
             if request.job
             else await leader.checkpoints.all()
         )
@@ -226,12 +253,15 @@ class CoordinatorService(FleetService, CoordinatorServicer):
 
     @staticmethod
     async def _checkpoint(leader: Leader, reference: str) -> str:
-        """The checkpoint of this id; a job's id or name stands for its newest. Raises `NotFound`."""
+        """The checkpoint of this id; a job's id or name stands for its newest. Raises `NotFound`, `Forbidden`."""
+        name = reference
         if job_of(reference) not in leader.jobs:
             for job in leader.jobs.values():
                 if reference in (job.id, job.state.name) and job.state.latest:
-                    return leader.find(reference).state.latest
-        return reference
+                    name = leader.find(reference).state.latest
+        record = await leader.checkpoints.get(name)
+        rpc.about(record.job, record.owner)
+        return name
 
     async def Prune(self, request: pb.PruneRequest, context: Any) -> pb.PruneReply:
         kept, result = await self._leading().checkpoints.prune(dry_run=request.dry_run)
@@ -246,13 +276,19 @@ class CoordinatorService(FleetService, CoordinatorServicer):
 
     async def ListEvents(self, request: pb.ListEventsRequest, context: Any) -> AsyncIterator[pb.JobEvent]:
         leader = self._leading()
-        job = leader.find(request.job) if request.job else None
+        if request.audit:
+            roles.check_audit(rpc.caller.get())
+        job = self._job(request.job) if request.job else None
+        if request.audit:
+            async for event in leader.streaming(leader.audit.read(job.id if job else "", follow=request.follow)):
+                yield views.event_message(event)
+            return
         async for event in leader.streaming(events.read(leader, job, follow=request.follow)):
             yield views.event_message(event)
 
     async def ReadLogs(self, request: pb.LogsRequest, context: Any) -> AsyncIterator[worker_pb2.LogChunk]:
         leader = self._leading()
-        async for chunk in leader.streaming(logs.read(leader, leader.find(request.job), request)):
+        async for chunk in leader.streaming(logs.read(leader, self._job(request.job), request)):
             yield chunk
 
     async def Exec(
@@ -264,8 +300,19 @@ class CoordinatorService(FleetService, CoordinatorServicer):
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[worker_pb2.FilePart]:
         leader = self._leading()
-        async for part in leader.streaming(proxies.pull(leader, leader.find(request.job), request.path)):
+        async for part in leader.streaming(proxies.pull(leader, self._job(request.job), request.path)):
             yield part
+
+    # -- machines that come and go
+
+    async def NodeToken(self, request: pb.NodeTokenRequest, context: Any) -> pb.NodeTokenReply:
+        return await joining.token(self._leading(), request)
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        return await joining.join(self._leading(), request, rpc.caller.get())
+
+    async def RemoveNode(self, request: pb.NodeRef, context: Any) -> pb.RemoveNodeReply:
+        return await joining.remove(self._leading(), request.node)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         leading = self.leader is not None and self.leader.leading

@@ -9,10 +9,12 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
+from moorage import roles
 from moorage.coordinator.machine import JobPolicy, new_job
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.persist import Persistence
 from moorage.errors import Conflict, NotFound, Refused, UsageError
+from moorage.roles import Identity
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2
 from moorage.v1.types_pb2 import JobSpec
@@ -46,11 +48,15 @@ def policy_of(spec: JobSpec) -> JobPolicy:
     )
 
 
-def complete(spec: JobSpec, owner: str, job: str) -> JobSpec:
-    """A copy of ``spec`` with owner, name and numbers filled in. Raises `UsageError` for one that cannot run."""
+def complete(spec: JobSpec, owner: str, job: str, *, as_root: bool = False) -> JobSpec:
+    """A copy of ``spec`` with owner, name and numbers filled in; ``as_root``: whether it may run as root.
+
+    Raises `UsageError` for one that cannot run.
+    """
     full = JobSpec()
     full.CopyFrom(spec)
     full.owner = owner
+    full.as_root = as_root
     full.name = full.name or job
     full.pods = full.pods or 1
     full.ranks_per_pod = full.ranks_per_pod or 1
@@ -88,19 +94,23 @@ def new_id(request: str = "") -> str:
     return "j" + "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest)
 
 
-async def submit(leader: Leader, request: pb.SubmitRequest, owner: str, trace: str) -> Job:
+async def submit(leader: Leader, request: pb.SubmitRequest, caller: Identity, owner: str, trace: str) -> Job:
     """Create the job, or find the one that stands for it.
 
-    Raises `UsageError`, `NoCapacity`, `NotFound` (a named node is not there), `Conflict` (the name is taken).
+    Raises `UsageError`, `NoCapacity`, `NotFound` (a named node is not there), `Conflict` (the name is taken),
+    `Forbidden` (as another user, or over another's job).
     """
+    as_root = roles.check_user(caller, request.spec.user)
     async with leader.submitting:
         if (known := _repeated(leader, request.request_id)) is not None:
             return known
         job = new_id(request.request_id)
         if job in leader.jobs:
             job = new_id()
-        spec = complete(request.spec, owner, job)
+        spec = complete(request.spec, owner, job, as_root=as_root)
         if (holder := _holder(leader, spec.name)) is not None:
+            if request.if_exists in (types_pb2.IF_EXISTS_RESUME, types_pb2.IF_EXISTS_REPLACE):
+                roles.check_owner(caller, roles.ACT, holder.spec.owner, holder.state.name)
             resumed = await _meet(leader, holder, request, trace)
             if resumed is not None:
                 return resumed

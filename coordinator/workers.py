@@ -52,9 +52,14 @@ class Workers:
         self._nodes = nodes
         self._tls = tls
         self._stubs: dict[str, tuple[grpc.aio.Channel, WorkerAsyncStub]] = {}
+        self._older: list[grpc.aio.Channel] = []  # from before the certificate was replaced: streams live on there
+        self._stamp = tls.stamp()
 
     def stub(self, record: NodeRecord) -> WorkerAsyncStub:
         """The stub of a live node's worker."""
+        if (stamp := self._tls.stamp()) != self._stamp:
+            self._older += [channel for channel, _ in self._stubs.values()]
+            self._stubs, self._stamp = {}, stamp
         if record.endpoint not in self._stubs:
             channel = rpc.aio_channel(record.endpoint, self._tls)
             self._stubs[record.endpoint] = channel, WorkerAsyncStub(channel)
@@ -148,4 +153,5 @@ class Workers:
     async def close(self) -> None:
         """Close all channels."""
         stubs, self._stubs = self._stubs, {}
-        await asyncio.gather(*(channel.close(None) for channel, _ in stubs.values()))
+        channels = [*(channel for channel, _ in stubs.values()), *self._older]
+        await asyncio.gather(*(channel.close(None) for channel in channels))

@@ -2,7 +2,8 @@
 
 `service` turns gRPC calls into the methods of `Agent`; here is decided whether an order is carried out:
 
-* its epoch and incarnation must not be older than any that this worker knows (`pod_fence`);
+* it must come from the coordinator that leads now, as etcd says, and for an incarnation that is not older than any that
+  this worker knows (`pod_fence`);
 * the node must have a session in etcd, but for orders that only end a pod;
 * orders that let processes run (start, restore, release) are carried out only after etcd has confirmed the incarnation.
 """
@@ -15,7 +16,7 @@ from typing import Any
 
 import structlog
 
-from moorage.errors import Conflict, MoorageError, NotFound
+from moorage.errors import Conflict, MoorageError, NotFound, Unavailable
 from moorage.v1 import types_pb2, worker_pb2
 from moorage.worker import (
     agent_adopt,
@@ -68,9 +69,7 @@ class Agent:
 
         Pods of incarnations that were given up are ended; their guards would do so too. Raises `Unavailable`.
         """
-        leaders = await self.node.etcd.list(self.node.keys.leader)
-        epoch = min((kv.create_revision for kv in leaders.items), default=0)
-        self._seen = pod_fence.learn(self._seen, epoch=epoch)
+        self._seen = pod_fence.learn(self._seen, epoch=await self.node.leader())
         for job in {pod.record.job for pod in self.pods.values()}:
             current = await self.node.incarnation(job)
             self._seen = pod_fence.learn(self._seen, job=job, incarnation=current)
@@ -123,14 +122,27 @@ class Agent:
 
     # -- who may order what
 
-    def admit(self, fence: worker_pb2.Fence) -> None:
-        """Raise `Fenced` for a stale order, `Unavailable` while the node has no session."""
-        self._seen = pod_fence.admit(self._seen, epoch=fence.epoch, job=fence.job, incarnation=fence.incarnation)
-        self.node.lease.require()
+    async def admit(self, fence: worker_pb2.Fence) -> None:
+        """Raise `Fenced` for a stale order, `Unavailable` while the node has no session or etcd says nothing.
 
-    def check_epoch(self, epoch: int) -> None:
-        """Raise `Fenced` when a coordinator that was replaced speaks."""
+        Etcd is asked with every order: a coordinator that was replaced a moment ago may not know it yet, and nobody
+        has told this worker of its successor.
+        """
+        self.node.lease.require()
+        pod_fence.admit(self._seen, epoch=fence.epoch, job=fence.job, incarnation=fence.incarnation)
+        pod_fence.confirm_leader(await self.node.leader(), fence.epoch)
+        # Looked at again: meanwhile another order may have told of a newer incarnation.
+        self._seen = pod_fence.admit(self._seen, epoch=fence.epoch, job=fence.job, incarnation=fence.incarnation)
+
+    async def check_leader(self, epoch: int) -> None:
+        """Raise `Fenced` when a coordinator that was replaced speaks, as far as can be known: etcd may be away."""
         pod_fence.check_epoch(self._seen, epoch)
+        try:
+            leader = await self.node.leader()
+        except Unavailable as error:
+            log.info("who leads is not confirmed", epoch=epoch, reason=str(error))
+            return
+        pod_fence.confirm_leader(leader, epoch)
         self._seen = pod_fence.learn(self._seen, epoch=epoch)
 
     def find(self, job: str, incarnation: int, pod: int) -> Pod:
@@ -147,8 +159,8 @@ class Agent:
             raise NotFound(f"pod {pod} of job {job} is not on node {self.node.name}")
         return found
 
-    def _of(self, fence: worker_pb2.Fence) -> Pod:
-        self.admit(fence)
+    async def _of(self, fence: worker_pb2.Fence) -> Pod:
+        await self.admit(fence)
         return self.find(fence.job, fence.incarnation, fence.pod)
 
     # -- orders
@@ -184,7 +196,7 @@ class Agent:
         self, fence: worker_pb2.Fence, spec: types_pb2.JobSpec, membership: worker_pb2.Membership, *, manifest: str
     ) -> Pod:
         """The pod of this fence, made if it is not there. Raises `Fenced`, `Unavailable`, `Conflict`."""
-        self.admit(fence)
+        await self.admit(fence)
         await self.node.confirm(fence.job, fence.incarnation)
         key = (fence.job, fence.incarnation, fence.pod)
         pod = self.pods.get(key)
@@ -210,32 +222,32 @@ class Agent:
         return pod
 
     async def release(self, request: worker_pb2.PodOrder) -> worker_pb2.PodReply:
-        pod = self._of(request.fence)
+        pod = await self._of(request.fence)
         await self.node.confirm(pod.record.job, pod.record.incarnation)
         timings = await pod.order("release", 0, lambda: restore.release(pod))
         return worker_pb2.PodReply(status=pod.status(), timings=timings)
 
     async def prepare(self, request: worker_pb2.AttemptOrder) -> worker_pb2.PrepareReply:
-        pod = self._of(request.fence)
+        pod = await self._of(request.fence)
         return await pod.order("prepare", request.attempt, lambda: attempt.prepare(pod, request))
 
     async def freeze(self, request: worker_pb2.AttemptOrder) -> worker_pb2.PodReply:
-        pod = self._of(request.fence)
+        pod = await self._of(request.fence)
         timings = await pod.order("freeze", request.attempt, lambda: attempt.freeze(pod, request))
         return worker_pb2.PodReply(status=pod.status(), timings=timings)
 
     async def seal(self, request: worker_pb2.AttemptOrder) -> worker_pb2.PodReply:
-        pod = self._of(request.fence)
+        pod = await self._of(request.fence)
         timings = await pod.order("seal", request.attempt, lambda: attempt.seal(pod, request))
         return worker_pb2.PodReply(status=pod.status(), timings=timings)
 
     async def capture(self, request: worker_pb2.AttemptOrder) -> worker_pb2.CaptureReply:
-        pod = self._of(request.fence)
+        pod = await self._of(request.fence)
         timings, size = await pod.order("capture", request.attempt, lambda: attempt.capture(pod, request))
         return worker_pb2.CaptureReply(status=pod.status(), timings=timings, image_bytes=size)
 
     async def resume(self, request: worker_pb2.AttemptOrder) -> worker_pb2.PodReply:
-        pod = self._of(request.fence)
+        pod = await self._of(request.fence)
         await pod.order("resume", request.attempt, lambda: attempt.resume(pod, request))
         return worker_pb2.PodReply(status=pod.status())
 
@@ -245,7 +257,7 @@ class Agent:
         What is not of the job's current incarnation any more is removed; the rest stays for `finish`.
         """
         fence = request.fence
-        self.check_epoch(fence.epoch)
+        await self.check_leader(fence.epoch)
         own = self.pods.get((fence.job, fence.incarnation, fence.pod))
         doomed = ([own] if own else []) + (self._older(fence) if request.any_incarnation else [])
         await asyncio.gather(*(self._kill(pod, request.grace_seconds) for pod in sorted(doomed, key=_incarnation)))
@@ -275,7 +287,7 @@ class Agent:
     async def finish(self, request: worker_pb2.PodOrder) -> worker_pb2.PodReply:
         """The job has ended: archive logs, write results back, remove."""
         fence = request.fence
-        self.admit(fence)
+        await self.admit(fence)
         pod = self.pods.get((fence.job, fence.incarnation, fence.pod))
         status = types_pb2.PodStatus(
             job=fence.job, pod=fence.pod, incarnation=fence.incarnation, node=self.node.name, phase="exited"

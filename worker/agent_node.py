@@ -96,6 +96,11 @@ class Node:
         except msgspec.MsgspecError as error:
             raise MoorageError(f"etcd does not hold an incarnation of job {job}: {error}") from error
 
+    async def leader(self) -> int:
+        """The epoch of the coordinator that leads now, 0 if none does. Raises `Unavailable`."""
+        standing = await self.etcd.list(self.keys.leader)
+        return min((kv.create_revision for kv in standing.items), default=0)
+
     async def incarnation(self, job: str) -> int:
         """The job's incarnation in etcd, 0 if it has none. Raises `Unavailable`."""
         current = await self.current(job)

@@ -23,10 +23,13 @@ from typing import Any
 import structlog
 
 from moorage import rpc
+from moorage.access import Gate
+from moorage.barrier import crl
 from moorage.barrier.client import EtcdClient
 from moorage.config import WorkerConfig
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, UsageError
 from moorage.records import Keys, NodeRecord
+from moorage.roles import Attempt
 from moorage.runtime import doctor, programs
 from moorage.store import Store
 from moorage.store_settings import KEY_VARIABLE
@@ -122,13 +125,14 @@ class _Daemon:
         registration = Registration(etcd, keys, config.lease_seconds)
         agent = Agent(Node(config=config, etcd=etcd, store=store, lease=registration, keys=keys))
         agent.load()
-        server = rpc.aio_server()
+        server = rpc.aio_server(Gate(config.tls, log_refused))
         add_WorkerServicer_to_server(WorkerService(agent), server)
         self._port = _bind(server, config)
         stopping = asyncio.create_task(stop.wait())
         looking: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
         tasks = [asyncio.create_task(registering, name="registration"), stopping]
+        tasks.append(asyncio.create_task(crl.follow(etcd, keys, config.tls), name="revocations"))
         try:
             ready = asyncio.create_task(registration.first.wait())
             tasks.append(ready)
@@ -162,6 +166,14 @@ class _Daemon:
             log.error("no pod can run on this node", lacking=lacking)
             self._ready = False
             await registration.update(self._record())
+
+
+def log_refused(attempt: Attempt) -> None:
+    """The worker's part of the audit trail is its log: what it allows is the coordinator's, which has told of it."""
+    if not attempt.allowed:
+        log.warning(
+            "refused", caller=str(attempt.identity), method=attempt.method, peer=attempt.peer, why=attempt.reason
+        )
 
 
 def _bind(server: Any, config: WorkerConfig) -> int:

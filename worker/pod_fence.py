@@ -41,6 +41,13 @@ def check_epoch(seen: Seen, epoch: int) -> None:
         )
 
 
+def confirm_leader(current: int, epoch: int) -> None:
+    """Raise `Fenced` unless ``epoch`` is that of the coordinator that etcd names (``current``; 0: nobody leads)."""
+    if current != epoch:
+        held = f"etcd names the one of epoch {current}" if current else "nobody leads, says etcd"
+        raise Fenced(f"the order comes from the coordinator of epoch {epoch}; {held}", "only the leader gives orders")
+
+
 def learn(seen: Seen, *, epoch: int = 0, job: str = "", incarnation: int = 0) -> Seen:
     """``seen`` raised by what was read elsewhere (etcd); numbers that are lower change nothing."""
     incarnations = seen.incarnations

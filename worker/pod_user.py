@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moorage.errors import EnvironmentLacking, UsageError
+from moorage.errors import EnvironmentLacking, Forbidden, UsageError
 from moorage.v1.types_pb2 import JobSpec
 from moorage.worker.pod_environment import DEFAULT_PATH
 
@@ -31,8 +31,15 @@ class User(NamedTuple):
 def resolve(spec: JobSpec) -> User:
     """The user of the job: ``spec.user`` (``uid[:gid]`` or a name), else the owner's account on this host.
 
-    Raises `UsageError` when there is no such account.
+    Raises `UsageError` when there is no such account, `Forbidden` for root's unless its owner's role allows that.
     """
+    user = _resolve(spec)
+    if user.uid == 0 and not spec.as_root:
+        raise Forbidden(f"job {spec.name} may not run as root", "its owner would need the role administer")
+    return user
+
+
+def _resolve(spec: JobSpec) -> User:
     wanted = spec.user or spec.owner.removeprefix("user:") or "root"
     first, colon, second = wanted.partition(":")
     if first.isdigit() and (second.isdigit() or not colon):

@@ -1,4 +1,4 @@
-"""``moorage.v1.Worker`` over gRPC. Only the coordinator may call it; what a call does is in `agent`."""
+"""``moorage.v1.Worker`` over gRPC. Only a coordinator may call it (`roles`); what a call does is in `agent`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import structlog
 
 from moorage import rpc
-from moorage.errors import Forbidden, UsageError
+from moorage.errors import UsageError
 from moorage.v1 import types_pb2, worker_pb2
 from moorage.v1.worker_pb2_grpc import WorkerServicer
 from moorage.worker import exec as exec_session
@@ -20,14 +20,7 @@ from moorage.worker.agent import Agent
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-COORDINATOR = "coordinator"
 _PIECES_AT_ONCE = 8
-
-
-def _authorize(what: str) -> None:
-    caller = rpc.principal.get()
-    if caller != COORDINATOR:
-        raise Forbidden(f"{caller or 'a caller without a name'} may not {what} pods", "ask the coordinator")
 
 
 def _bind(fence: worker_pb2.Fence) -> None:
@@ -41,63 +34,51 @@ class WorkerService(WorkerServicer):
         self._agent = agent
 
     async def StartPod(self, request: worker_pb2.StartPodRequest, context: Any) -> worker_pb2.PodReply:
-        _authorize("start")
         _bind(request.fence)
         return await self._agent.start(request)
 
     async def RestorePod(self, request: worker_pb2.RestorePodRequest, context: Any) -> worker_pb2.PodReply:
-        _authorize("restore")
         _bind(request.fence)
         return await self._agent.restore(request)
 
     async def ReleasePod(self, request: worker_pb2.PodOrder, context: Any) -> worker_pb2.PodReply:
-        _authorize("release")
         _bind(request.fence)
         return await self._agent.release(request)
 
     async def KillPod(self, request: worker_pb2.KillPodRequest, context: Any) -> worker_pb2.PodReply:
-        _authorize("kill")
         _bind(request.fence)
         return await self._agent.kill(request)
 
     async def PreparePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PrepareReply:
-        _authorize("save")
         _bind(request.fence)
         return await self._agent.prepare(request)
 
     async def FreezePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PodReply:
-        _authorize("save")
         _bind(request.fence)
         return await self._agent.freeze(request)
 
     async def SealPod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PodReply:
-        _authorize("save")
         _bind(request.fence)
         return await self._agent.seal(request)
 
     async def CapturePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.CaptureReply:
-        _authorize("save")
         _bind(request.fence)
         return await self._agent.capture(request)
 
     async def ResumePod(self, request: worker_pb2.AttemptOrder, context: Any) -> worker_pb2.PodReply:
-        _authorize("resume")
         _bind(request.fence)
         return await self._agent.resume(request)
 
     async def FinishPod(self, request: worker_pb2.PodOrder, context: Any) -> worker_pb2.PodReply:
-        _authorize("finish")
         _bind(request.fence)
         return await self._agent.finish(request)
 
     async def WatchPods(self, request: worker_pb2.WatchPodsRequest, context: Any) -> AsyncIterator[types_pb2.PodStatus]:
-        _authorize("watch")
-        self._agent.check_epoch(request.epoch)
+        await self._agent.check_leader(request.epoch)
         async for status in self._agent.watch():
             yield status
 
     async def ReadLogs(self, request: worker_pb2.ReadLogsRequest, context: Any) -> AsyncIterator[worker_pb2.LogChunk]:
-        _authorize("read")
         if request.incarnation:
             pod = self._agent.find(request.job, request.incarnation, request.pod)
         else:
@@ -108,21 +89,20 @@ class WorkerService(WorkerServicer):
     async def Exec(
         self, requests: AsyncIterator[worker_pb2.ExecInput], context: Any
     ) -> AsyncIterator[worker_pb2.ExecOutput]:
-        _authorize("enter")
         inputs = aiter(requests)
         try:
             first = await anext(inputs)
         except StopAsyncIteration:
             raise UsageError("the call ended before it named a command") from None
         _bind(first.fence)
-        self._agent.admit(first.fence)
+        await self._agent.admit(first.fence)
         pod = self._agent.find(first.fence.job, first.fence.incarnation, first.fence.pod)
         async for output in exec_session.run(pod, first, inputs):
             yield output
 
     async def Pull(self, request: worker_pb2.PullPodRequest, context: Any) -> AsyncIterator[worker_pb2.FilePart]:
-        _authorize("read")
         fence = request.fence
+        await self._agent.admit(fence)
         pod = self._agent.find(fence.job, fence.incarnation, fence.pod)
         pieces = pod.layers.iter_parts(request.path)
         while batch := await asyncio.to_thread(_take, pieces):
@@ -137,7 +117,6 @@ class WorkerService(WorkerServicer):
                 )
 
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.DescribeReply:
-        _authorize("describe")
         return worker_pb2.DescribeReply(findings=await asyncio.to_thread(_findings, self._agent))
 
 

@@ -56,3 +56,22 @@ class Permission(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Permission: _TypeAlias = Permission  # noqa: Y015
+
+@_typing.final
+class UserAddOptions(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NO_PASSWORD_FIELD_NUMBER: _builtins.int
+    no_password: _builtins.bool
+    def __init__(
+        self,
+        *,
+        no_password: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no_password", b"no_password"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UserAddOptions: _TypeAlias = UserAddOptions  # noqa: Y015

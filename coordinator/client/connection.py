@@ -42,11 +42,16 @@ class Connection:
         self._patience = patience
         self._current = 0
         self._line: _Line | None = None
+        self._stamp: object = None
 
     @contextlib.asynccontextmanager
     async def _in_use(self) -> AsyncIterator[_Line]:
         """The present channel, which stays open within the block whatever others do with the connection."""
+        stamp = self._tls.stamp()
+        if self._line is not None and not self._line.users and stamp != self._stamp:
+            await self.close()  # the certificate was replaced
         if self._line is None:
+            self._stamp = stamp
             self._line = _Line(rpc.aio_channel(self._targets[self._current], self._tls))
         line = self._line
         line.users += 1

@@ -85,6 +85,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     state: str = DEFAULT_STATE
     lease_seconds: int = 10
     store_settings: StoreSettings = StoreSettings()
+    authority: str = ""  # folder of the cluster's authority: with it, machines can join by token
+    node_store: str = ""  # the store's location on a node that joins; empty: the same as `store`
 
 
 class ClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

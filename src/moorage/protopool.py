@@ -23,6 +23,10 @@ class PrivatePool:
         for file in self._files.file:
             self._pool.AddSerializedFile(file.SerializeToString())
 
+    def methods(self, service: str) -> list[str]:
+        """The names of a service's methods."""
+        return [method.name for method in self._pool.FindServiceByName(service).methods]
+
     def message(self, full_name: str) -> Any:
         """The message class called ``full_name``, such as ``moorage.v1.Job``."""
         return message_factory.GetMessageClass(self._pool.FindMessageTypeByName(full_name))

@@ -8,7 +8,7 @@ Invariants that every writer keeps by comparing in the same transaction:
 * ``jobs/<job>/state`` is written only by the coordinator that holds ``leader`` (compare the leader key's create
   revision) and only over the revision that it read.
 * ``jobs/<job>/incarnation`` only grows. A pod whose incarnation is below it must be dead or frozen.
-* ``attempts/<n>/outcome`` is created once and never changed or removed before the attempt's other keys.
+* ``attempts/<job>/<n>/outcome`` is created once and never changed or removed before the attempt's other keys.
 * ``checkpoints/<id>`` is created in the transaction that makes it ``latest``.
 """
 
@@ -65,8 +65,16 @@ class Keys:
     def events(self, job: str) -> str:
         return self.job(job) + "events/"
 
+    @property
+    def all_attempts(self) -> str:
+        """Apart from ``jobs/``: this is where workers write, and etcd's permissions are by prefix."""
+        return self.root + "attempts/"
+
+    def attempts(self, job: str) -> str:
+        return f"{self.all_attempts}{job}/"
+
     def attempt(self, job: str, attempt: int) -> str:
-        return f"{self.job(job)}attempts/{attempt:08d}/"
+        return f"{self.attempts(job)}{attempt:08d}/"
 
     def start(self, job: str, attempt: int) -> str:
         return self.attempt(job, attempt) + "start"
@@ -116,6 +124,20 @@ class Keys:
     def drain_move(self, drain: str, job: str) -> str:
         return f"{self.drains}{drain}/moves/{job}"
 
+    @property
+    def audit(self) -> str:
+        """Who asked for what: ``audit/<day>/<time>``, an `Event` each."""
+        return self.root + "audit/"
+
+    @property
+    def crl(self) -> str:
+        """The authority's revocation list (PEM), which every server lays beside its certificates."""
+        return self.root + "trust/crl"
+
+    def joined(self, serial: str) -> str:
+        """Which node a join token was used for: value `JoinRecord`. Its lease outlives the token."""
+        return f"{self.root}joins/{serial}"
+
     def counter(self, name: str) -> str:
         """Cluster-wide decimal counters: ``vni`` (per incarnation) and ``slot`` (addresses of pods on ext0)."""
         return f"{self.root}counters/{name}"
@@ -152,6 +174,14 @@ class CordonRecord(msgspec.Struct, frozen=True, kw_only=True):
     by: str = ""
     time: float = 0.0
     drain: str = ""  # the drain that it was made for
+
+
+class JoinRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a join token was used for. Asked again with the same key, the answer is the same."""
+
+    node: str
+    public_key: str = ""  # SHA-256 of the PEM; empty: the token was made for this node, and not used yet
+    certificate: str = ""
 
 
 class IncarnationRecord(msgspec.Struct, frozen=True, kw_only=True):

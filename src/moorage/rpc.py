@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextvars
 import inspect
+import time
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import grpc.aio
 import msgspec
 import structlog
 
+from moorage import roles, skew
 from moorage.errors import (
     METADATA_KEY,
     DeadlineExceeded,
@@ -21,13 +23,22 @@ from moorage.errors import (
     from_wire,
     to_wire,
 )
+from moorage.roles import NOBODY, UNKNOWN, Identity, Rule
 from moorage.tls import SERVER_NAME, TlsFiles
+
+if TYPE_CHECKING:
+    from moorage.access import Gate
 
 log = structlog.get_logger(__name__)
 
 TRACE_KEY = "moorage-trace"
 #: The principal of the caller that the current server call serves: the common name of its certificate.
 principal: contextvars.ContextVar[str] = contextvars.ContextVar("moorage_principal", default="")
+#: The whole of who calls, and the rule of the method that is called.
+caller: contextvars.ContextVar[Identity] = contextvars.ContextVar("moorage_caller", default=NOBODY)
+rule: contextvars.ContextVar[Rule] = contextvars.ContextVar("moorage_rule", default=UNKNOWN)
+#: The job that the current call turned out to be about, and its owner; a list, so that the handler's task can fill it.
+subject: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("moorage_subject", default=None)
 #: The trace id of the current call; client calls made from within it carry it on.
 trace: contextvars.ContextVar[str] = contextvars.ContextVar("moorage_trace", default="")
 
@@ -58,14 +69,53 @@ def aio_channel(target: str, tls: TlsFiles) -> grpc.aio.Channel:
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """Server side of mTLS: a client without a certificate of the authority fails in the handshake."""
-    ca, cert, key = tls.read()
-    return grpc.ssl_server_credentials([(key, cert)], root_certificates=ca, require_client_auth=True)
+    """Server side of mTLS: a client without a certificate of the authority fails in the handshake.
+
+    Certificates that are replaced on disk are used from the next handshake on. Raises `OSError`.
+    """
+    fresh = _Fresh(tls)
+    return grpc.dynamic_ssl_server_credentials(fresh.first, fresh, require_client_authentication=True)
 
 
-def aio_server() -> grpc.aio.Server:
-    """A server whose handlers may raise `MoorageError` and read `principal` and `trace`."""
-    return grpc.aio.server(interceptors=[_ServerInterceptor()], options=_OPTIONS)
+class _Fresh:
+    """What gRPC asks at every handshake: a configuration, or None while the files are the same."""
+
+    def __init__(self, tls: TlsFiles) -> None:
+        self._tls = tls
+        self._stamp = tls.stamp()
+        self.first = self._configuration()
+
+    def _configuration(self) -> Any:
+        ca, cert, key = self._tls.read()
+        return grpc.ssl_server_certificate_configuration([(key, cert)], root_certificates=ca)
+
+    def __call__(self) -> Any:
+        found = self._tls.stamp()
+        if found == self._stamp:
+            return None
+        try:
+            configuration = self._configuration()
+        except OSError as error:  # being replaced: the next handshake sees it
+            log.warning("certificate not read", error=str(error))
+            return None
+        self._stamp = found
+        return configuration
+
+
+def aio_server(gate: Gate | None = None) -> grpc.aio.Server:
+    """A server whose handlers may raise `MoorageError` and read `principal`, `caller` and `trace`.
+
+    ``gate`` decides who may call what; without one every certificate of the authority may call everything.
+    """
+    return grpc.aio.server(interceptors=[_ServerInterceptor(gate)], options=_OPTIONS)
+
+
+def about(job: str, owner: str) -> None:
+    """Note what the current call is about, and raise `Forbidden` unless the caller may do it to a job of ``owner``."""
+    noted = subject.get()
+    if noted is not None:
+        noted[:] = [job, owner]
+    roles.check_owner(caller.get(), rule.get(), owner, job)
 
 
 async def _abort(context: Any, error: MoorageError) -> NoReturn:
@@ -74,15 +124,78 @@ async def _abort(context: Any, error: MoorageError) -> NoReturn:
     raise AssertionError("abort returned")
 
 
-def _enter(context: Any) -> None:
-    names = context.auth_context().get("x509_common_name", [])
-    principal.set(names[0].decode() if names else "")
-    for key, value in context.invocation_metadata() or ():
-        if key == TRACE_KEY:
-            trace.set(str(value))
+class _Call:
+    """One call as the gate sees it: entered once, told to the audit trail once."""
+
+    def __init__(self, gate: Gate | None, method: str, context: Any) -> None:
+        self._gate = gate
+        self._method = method
+        self._context = context
+        self._auth = context.auth_context()
+        self._told = False
+        self._entered = False
+
+    def enter(self) -> None:
+        """Set what the handler may read. Raises `Forbidden`."""
+        names = self._auth.get("x509_common_name", [])
+        principal.set(names[0].decode() if names else "")
+        subject.set([])
+        version = ""
+        for key, value in self._context.invocation_metadata() or ():
+            if key == TRACE_KEY:
+                trace.set(str(value))
+            elif key == skew.KEY:
+                version = str(value)
+        if self._gate is not None:
+            caller.set(self._gate.identify(self._auth))
+            rule.set(self._gate.admit(self._auth, self._method))
+        skew.check(version, names[0].decode() if names else "the caller")
+        self._entered = True
+
+    def still(self) -> None:
+        """Raise `Forbidden` when the caller's certificate is good no longer."""
+        if self._gate is not None:
+            self._gate.check(self._auth)
+
+    def tell(self, error: Forbidden | None = None) -> None:
+        """To the audit trail: what was refused, and what the rule wants to be noted."""
+        gate = self._gate
+        if gate is None or gate.audit is None or self._told or (error is None and not rule.get().audited):
+            return
+        self._told = True
+        job, owner = (subject.get() or ["", ""])[:2]
+        gate.audit(
+            roles.Attempt(
+                time=time.time(),
+                identity=caller.get(),
+                method=self._method.rpartition("/")[2],
+                allowed=error is None,
+                peer=self._context.peer(),
+                job=job,
+                owner=owner,
+                trace=trace.get(),
+                reason=error.message if error else "",
+            )
+        )
+
+    async def failed(self, error: Exception) -> None:
+        """Carry what a handler raised to the caller."""
+        if isinstance(error, Forbidden):
+            self.tell(error)
+        elif isinstance(error, MoorageError) and self._entered:
+            self.tell()  # it was allowed, and did not work
+        if isinstance(error, MoorageError):
+            await _abort(self._context, error)
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        log.error("rpc failed", method=self._method, exc_info=error)
+        await _abort(self._context, MoorageError(f"{self._method}: {type(error).__name__}: {error}"))
 
 
 class _ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    def __init__(self, gate: Gate | None) -> None:
+        self._gate = gate
+
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
         handler = await continuation(details)
         if handler is None:
@@ -91,44 +204,40 @@ class _ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return self._stream(handler, details.method)
         return self._unary(handler, details.method)
 
-    @staticmethod
-    def _unary(handler: Any, method: str) -> Any:
+    def _unary(self, handler: Any, method: str) -> Any:
         inner = handler.stream_unary or handler.unary_unary
 
-        async def call(request: Any, context: Any) -> Any:
-            _enter(context)
+        async def answer(request: Any, context: Any) -> Any:
+            call = _Call(self._gate, method, context)
             try:
-                return await inner(request, context)
-            except MoorageError as error:
-                await _abort(context, error)
-            except grpc.aio.AbortError:
-                raise
+                call.enter()
+                reply = await inner(request, context)
             except Exception as error:
-                log.exception("rpc failed", method=method)
-                await _abort(context, MoorageError(f"{method}: {type(error).__name__}: {error}"))
+                await call.failed(error)
+            else:
+                call.tell()
+                return reply
 
         make = grpc.stream_unary_rpc_method_handler if handler.stream_unary else grpc.unary_unary_rpc_method_handler
-        return make(call, handler.request_deserializer, handler.response_serializer)
+        return make(answer, handler.request_deserializer, handler.response_serializer)
 
-    @staticmethod
-    def _stream(handler: Any, method: str) -> Any:
+    def _stream(self, handler: Any, method: str) -> Any:
         inner = handler.stream_stream or handler.unary_stream
 
-        async def call(request: Any, context: Any) -> Any:
-            _enter(context)
+        async def answer(request: Any, context: Any) -> Any:
+            call = _Call(self._gate, method, context)
             try:
+                call.enter()
                 async for reply in inner(request, context):
+                    call.tell()
+                    call.still()
                     yield reply
-            except MoorageError as error:
-                await _abort(context, error)
-            except grpc.aio.AbortError:
-                raise
+                call.tell()
             except Exception as error:
-                log.exception("rpc failed", method=method)
-                await _abort(context, MoorageError(f"{method}: {type(error).__name__}: {error}"))
+                await call.failed(error)
 
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
-        return make(call, handler.request_deserializer, handler.response_serializer)
+        return make(answer, handler.request_deserializer, handler.response_serializer)
 
 
 def translate(error: grpc.RpcError, what: str) -> MoorageError:
@@ -153,9 +262,10 @@ def translate(error: grpc.RpcError, what: str) -> MoorageError:
 
 
 def metadata(trace_id: str = "") -> tuple[tuple[str, str], ...]:
-    """Metadata of an outgoing call: the trace id given, else the current one."""
+    """Metadata of an outgoing call: our version, and the trace id given, else the current one."""
     value = trace_id or trace.get()
-    return ((TRACE_KEY, value),) if value else ()
+    version = (skew.KEY, skew.said())
+    return (version, (TRACE_KEY, value)) if value else (version,)
 
 
 async def unary(call: Callable[..., Any], request: Any, *, what: str, timeout: float | None, trace_id: str = "") -> Any:

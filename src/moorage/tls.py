@@ -8,6 +8,8 @@ import msgspec
 
 #: The name in every server's certificate: nodes come and go with addresses of their own.
 SERVER_NAME = "moorage"
+#: Beside ``ca.pem``: what the authority has revoked. Servers read it anew whenever it changes.
+CRL_FILE = "crl.pem"
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -22,6 +24,24 @@ class TlsFiles(msgspec.Struct, frozen=True):
         """The files as `trust.issue` lays them: ``ca.pem``, ``cert.pem``, ``key.pem``."""
         return cls(str(folder / "ca.pem"), str(folder / "cert.pem"), str(folder / "key.pem"))
 
+    @property
+    def crl(self) -> Path:
+        """The revocation list that goes with the authority; it need not exist."""
+        return Path(self.ca).with_name(CRL_FILE)
+
     def read(self) -> tuple[bytes, bytes, bytes]:
         """Contents of ``(ca, cert, key)``. Raises `OSError`."""
         return Path(self.ca).read_bytes(), Path(self.cert).read_bytes(), Path(self.key).read_bytes()
+
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Something that differs once one of the files was replaced (zeros for one that is not there)."""
+        return tuple(stamp(path) for path in (self.ca, self.cert, self.key))
+
+
+def stamp(path: Path | str) -> tuple[int, int, int]:
+    """Inode, time and size of a file; zeros when it is not there."""
+    try:
+        status = Path(path).stat()
+    except OSError:
+        return 0, 0, 0
+    return status.st_ino, status.st_mtime_ns, status.st_size

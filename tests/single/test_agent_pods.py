@@ -209,7 +209,7 @@ def test_only_the_coordinator_may_give_orders(rig: WorkerRig) -> None:
             orders.specs["mine"] = counter_spec()
             await orders.incarnate("mine", 1)
             request = worker_pb2.KillPodRequest(fence=orders.fence("mine"))
-            with pytest.raises(Forbidden, match="user:ann may not kill pods"):
+            with pytest.raises(Forbidden, match=r"user:ann .operate. may not call KillPod"):
                 await rpc.unary(WorkerStub(channel).KillPod, request, what="worker", timeout=10)
 
     asyncio.run(main())

@@ -235,7 +235,7 @@ def test_nodes_are_listed_with_what_runs_there(tell: Callable[..., None]) -> Non
 
 def test_a_worker_may_not_call_the_coordinator(tell: Callable[..., None]) -> None:
     async def story(cluster: FakeCluster) -> None:
-        with pytest.raises(Forbidden, match="worker:n may not"):
+        with pytest.raises(Forbidden, match=r"worker:n .worker. may not call ListJobs"):
             await cluster.call_as("worker:n", "ListJobs", pb.ListJobsRequest())
 
     tell(story, nodes=0)

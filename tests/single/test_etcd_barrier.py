@@ -370,9 +370,9 @@ def die_at(etcd: Etcd, folder: Path, name: str) -> None:
             await scenario(etcd.endpoints[0], cluster)
             left = {kv.key.removeprefix(keys.root): kv.value for kv in (await client.list(keys.root)).items}
             assert set(left) == {f"jobs/{JOB}/{name}" for name in ("incarnation", "latest", "state")} | {
-                f"jobs/{JOB}/attempts/00000002/{name}" for name in ("start", "outcome")
+                f"attempts/{JOB}/00000002/{name}" for name in ("start", "outcome")
             }
-            outcome = msgspec.json.decode(left[f"jobs/{JOB}/attempts/00000002/outcome"], type=Outcome)
+            outcome = msgspec.json.decode(left[f"attempts/{JOB}/00000002/outcome"], type=Outcome)
             assert outcome.kind == "abort"
             assert len(since) <= 1
 

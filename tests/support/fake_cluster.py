@@ -67,7 +67,8 @@ class FakeCluster:
             await channel.close(None)
 
     def _issue(self, principal: str) -> TlsFiles:
-        return issue(self.folder / "ca", self.folder / principal.replace(":", "-"), principal)
+        role = "administer" if principal.startswith("user:") else None
+        return issue(self.folder / "ca", self.folder / principal.replace(":", "-"), principal, role=role)
 
     async def _work(self) -> None:
         while True:

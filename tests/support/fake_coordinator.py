@@ -268,6 +268,18 @@ class Servicer:
         self._note("Status", request)
         return pb.StatusReply(cluster="test", leader="here", version="0", store="file:///s", leading=True)
 
+    async def NodeToken(self, request: pb.NodeTokenRequest, context: Any) -> pb.NodeTokenReply:
+        self._note("NodeToken", request)
+        return pb.NodeTokenReply(token="moorage-join-1.x", expires=time.time() + request.seconds)
+
+    async def Join(self, request: pb.JoinRequest, context: Any) -> pb.JoinReply:
+        self._note("Join", request)
+        return pb.JoinReply(node=request.node)
+
+    async def RemoveNode(self, request: pb.NodeRef, context: Any) -> pb.RemoveNodeReply:
+        self._note("RemoveNode", request)
+        return pb.RemoveNodeReply(serials=["1"])
+
 
 class FakeCoordinator:
     """Starts and stops a `Servicer` on a port of its own. ``config`` is a client's configuration for it."""

@@ -17,6 +17,10 @@ NOT_REACHED: dict[str, str] = {
     f"network.{step}.{side}": "the guard pulls the cables by itself (guard.fence, guard.lift)"
     for step in ("cut", "uncut")
     for side in ("before", "after")
+} | {
+    f"coordinator.{step}.{side}": "no job is touched; tests/multinode/test_trust_cluster.py kills it there"
+    for step in ("join", "crl")
+    for side in ("before", "after")
 }
 
 COORDINATOR, NODE, ANY, IDLE = "coordinator", "node", "", "idle"
@@ -98,6 +102,7 @@ ATTEMPTS = [
         live.checkpoint_surely,
         together=2,
     ),
+    *_cases("coordinator.audit", live.checkpoint_surely),
     *_cases("job.note", live.two_checkpoints),
     *_cases(_attempt("preparing-settling", "settling-aborted"), live.refused("worker.prepare.record.before")),
     *_cases(_attempt("freezing-settling"), live.refused("worker.freeze.cgroup.before")),

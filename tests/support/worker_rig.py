@@ -79,6 +79,7 @@ def counter_spec(
             "name": "counter",
             "owner": "root",
             "user": "0:0",
+            "as_root": True,
             "pods": 1,
             "ranks_per_pod": 1,
             "command": command or [sys.executable, "-S", "-c", script],

@@ -5,16 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from moorage.errors import UsageError
+from moorage.errors import Forbidden, UsageError
 from moorage.v1.types_pb2 import JobSpec
 from moorage.worker.pod_user import command_paths, resolve
 
 
 def test_the_user_is_the_one_asked_for_else_the_owner() -> None:
-    assert resolve(JobSpec(owner="user:root"))[:2] == (0, 0)
-    assert resolve(JobSpec(owner="user:nobody-knows", user="root")).home == "/root"
-    assert resolve(JobSpec(owner="x", user="0")).name == "root"
-    assert resolve(JobSpec(owner="x", user="0:7"))[:3] == (0, 7, (7, *resolve(JobSpec(user="0")).groups))
+    assert resolve(JobSpec(owner="user:root", as_root=True))[:2] == (0, 0)
+    assert resolve(JobSpec(owner="user:nobody-knows", user="root", as_root=True)).home == "/root"
+    assert resolve(JobSpec(owner="x", user="0", as_root=True)).name == "root"
+    groups = resolve(JobSpec(user="0", as_root=True)).groups
+    assert resolve(JobSpec(owner="x", user="0:7", as_root=True))[:3] == (0, 7, (7, *groups))
+
+
+@pytest.mark.parametrize("spec", [JobSpec(owner="user:root"), JobSpec(owner="x", user="0"), JobSpec(user="0:7")])
+def test_nothing_runs_as_root_unless_its_owners_role_allows_it(spec: JobSpec) -> None:
+    with pytest.raises(Forbidden, match="may not run as root"):
+        resolve(spec)
 
 
 def test_a_number_without_an_account_is_taken_as_it_is() -> None:

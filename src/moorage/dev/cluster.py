@@ -149,6 +149,8 @@ def _start(cluster: Cluster, environment: Mapping[str, str], progress: Progress)
         network.create_node(cluster, node)
         roles.write_node_files(cluster, node)
     _start_supervisor(cluster, environment)
+    progress("letting the cluster's processes into etcd, and nobody else")
+    asyncio.run(roles.secure_etcd(cluster))
 
 
 def _create_store(cluster: Cluster) -> None:
@@ -310,6 +312,7 @@ def add(name: str, *, ready_seconds: float = READY_SECONDS, progress: Progress =
         cluster.write()
         network.create_node(cluster, node)
         roles.write_node_files(cluster, node)
+        asyncio.run(roles.secure_etcd(cluster))
         control.start(cluster, node.name)
         asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
     return node

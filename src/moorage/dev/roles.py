@@ -11,10 +11,14 @@ from pathlib import Path
 import msgspec
 
 from moorage import trust
+from moorage.barrier import access
+from moorage.barrier.client import EtcdClient
 from moorage.config import ClientConfig, CoordinatorConfig, EtcdConfig, WorkerConfig, to_toml
 from moorage.dev.layout import Cluster, Node, write_atomically
 from moorage.dev.network import namespace_path
+from moorage.records import Keys
 from moorage.runtime import programs
+from moorage.tls import CRL_FILE
 
 ETCD = "etcd"
 COORDINATOR = "coordinator"
@@ -33,10 +37,27 @@ def user() -> str:
     return f"user:{pwd.getpwuid(os.getuid()).pw_name}"
 
 
-def _tls(cluster: Cluster, folder: Path, principal: str, *addresses: str) -> trust.TlsFiles:
+def authority(cluster: Cluster) -> Path:
+    """The folder of the cluster's authority."""
+    return cluster.folder / "authority"
+
+
+def etcd_admin(cluster: Cluster) -> Path:
+    """The certificate of etcd's own administrator, who lets users in."""
+    return authority(cluster) / "etcd-root"
+
+
+async def secure_etcd(cluster: Cluster) -> None:
+    """Let the cluster's processes into etcd, and nobody else. Idempotent; waits until etcd answers."""
+    config = _etcd(cluster, trust.TlsFiles.in_folder(etcd_admin(cluster)))
+    async with EtcdClient(config.endpoints, tls=config.tls, timeout=30.0) as etcd:
+        await access.secure(etcd, Keys(cluster.name), [node.name for node in cluster.nodes])
+
+
+def _tls(cluster: Cluster, folder: Path, principal: str, *addresses: str, role: str | None = None) -> trust.TlsFiles:
     files = trust.TlsFiles.in_folder(folder)
     if not all(Path(path).exists() for path in (files.ca, files.cert, files.key)):
-        trust.issue(cluster.folder / "authority", folder, principal, addresses=addresses)
+        trust.issue(authority(cluster), folder, principal, role=role, addresses=addresses)
     return files
 
 
@@ -53,8 +74,9 @@ def write_files(cluster: Cluster) -> None:
     """Write authority, certificates and configuration of etcd, the coordinator and the clients. Idempotent."""
     for name in ("authority", "etcd", "coordinator", "log", "nodes", "tls"):
         (cluster.folder / name).mkdir(mode=0o700, exist_ok=True)
-    if not (cluster.folder / "authority" / "ca.pem").exists():
-        trust.create_authority(cluster.folder / "authority", f"moorage dev {cluster.name}")
+    if not (authority(cluster) / "ca.pem").exists():
+        trust.create_authority(authority(cluster), f"moorage dev {cluster.name}")
+    _tls(cluster, etcd_admin(cluster), access.ADMIN, cluster.gateway)
     _tls(cluster, cluster.folder / "etcd" / "tls", "etcd", cluster.gateway, "127.0.0.1")
     tls = _tls(cluster, cluster.folder / "coordinator" / "tls", "coordinator", cluster.gateway)
     endpoint = f"{cluster.gateway}:{cluster.coordinator_port}"
@@ -66,12 +88,12 @@ def write_files(cluster: Cluster) -> None:
         tls=tls,
         etcd=_etcd(cluster, tls),
         state=str(cluster.folder / "coordinator"),
+        authority=str(authority(cluster)),
         lease_seconds=cluster.lease_seconds,
     )
     write_atomically(cluster.folder / "coordinator" / "config.toml", to_toml(coordinator).encode())
-    client = ClientConfig(
-        coordinator=endpoint, tls=_tls(cluster, cluster.folder / "tls" / "client", user()), name=user()
-    )
+    own = _tls(cluster, cluster.folder / "tls" / "client", user(), role="administer")
+    client = ClientConfig(coordinator=endpoint, tls=own, name=user())
     write_atomically(cluster.folder / "client.toml", to_toml(client).encode())
 
 
@@ -126,6 +148,7 @@ def _etcd_argv(cluster: Cluster) -> list[str]:
         f"--trusted-ca-file={tls.ca}",
         f"--cert-file={tls.cert}",
         f"--key-file={tls.key}",
+        f"--client-crl-file={authority(cluster) / CRL_FILE}",
         "--peer-client-cert-auth=true",
         f"--peer-trusted-ca-file={tls.ca}",
         f"--peer-cert-file={tls.cert}",

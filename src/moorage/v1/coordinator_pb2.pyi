@@ -906,17 +906,21 @@ class ListEventsRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     FOLLOW_FIELD_NUMBER: _builtins.int
+    AUDIT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     follow: _builtins.bool
+    audit: _builtins.bool
+    """not what happened to jobs, but who asked for what, allowed or refused"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         follow: _builtins.bool = ...,
+        audit: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["follow", b"follow", "job", b"job"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["audit", b"audit", "follow", b"follow", "job", b"job"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1346,3 +1350,144 @@ class DrainInfo(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainInfo: _TypeAlias = DrainInfo  # noqa: Y015
+
+@_typing.final
+class NodeTokenRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """how long it is good; 0: 15 minutes"""
+    node: _builtins.str
+    """only for a node of this name; empty: any new one"""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeTokenRequest: _TypeAlias = NodeTokenRequest  # noqa: Y015
+
+@_typing.final
+class NodeTokenReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    EXPIRES_FIELD_NUMBER: _builtins.int
+    token: _builtins.str
+    expires: _builtins.float
+    def __init__(
+        self,
+        *,
+        token: _builtins.str = ...,
+        expires: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires", b"expires", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeTokenReply: _TypeAlias = NodeTokenReply  # noqa: Y015
+
+@_typing.final
+class JoinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    address: _builtins.str
+    """under which the other nodes and the coordinator reach it"""
+    public_key: _builtins.bytes
+    """PEM; the private key never leaves the machine"""
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        address: _builtins.str = ...,
+        public_key: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "node", b"node", "public_key", b"public_key"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinRequest: _TypeAlias = JoinRequest  # noqa: Y015
+
+@_typing.final
+class JoinReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CA_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_FIELD_NUMBER: _builtins.int
+    CRL_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
+    ETCD_ENDPOINTS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    STORE_SETTINGS_FIELD_NUMBER: _builtins.int
+    ca: _builtins.bytes
+    """PEM, as the next two"""
+    certificate: _builtins.bytes
+    crl: _builtins.bytes
+    cluster: _builtins.str
+    store: _builtins.str
+    lease_seconds: _builtins.int
+    node: _builtins.str
+    store_settings: _builtins.str
+    """JSON of `config.StoreSettings`, without secrets"""
+    @_builtins.property
+    def etcd_endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        ca: _builtins.bytes = ...,
+        certificate: _builtins.bytes = ...,
+        crl: _builtins.bytes = ...,
+        cluster: _builtins.str = ...,
+        etcd_endpoints: _abc.Iterable[_builtins.str] | None = ...,
+        store: _builtins.str = ...,
+        lease_seconds: _builtins.int = ...,
+        node: _builtins.str = ...,
+        store_settings: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ca", b"ca", "certificate", b"certificate", "cluster", b"cluster", "crl", b"crl", "etcd_endpoints", b"etcd_endpoints", "lease_seconds", b"lease_seconds", "node", b"node", "store", b"store", "store_settings", b"store_settings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JoinReply: _TypeAlias = JoinReply  # noqa: Y015
+
+@_typing.final
+class RemoveNodeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def serials(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the certificates that were revoked"""
+
+    def __init__(
+        self,
+        *,
+        serials: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["serials", b"serials"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RemoveNodeReply: _TypeAlias = RemoveNodeReply  # noqa: Y015

@@ -68,6 +68,12 @@ class CoordinatorStub:
     """until it is over"""
     CancelDrain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRef, _coordinator_pb2.DrainInfo]
     """moves under way end, none begins; nodes stay cordoned"""
+    NodeToken: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.NodeTokenRequest, _coordinator_pb2.NodeTokenReply]
+    """a short-lived token with which one machine may join"""
+    Join: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.JoinReply]
+    """called with the certificate that a token holds"""
+    RemoveNode: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.NodeRef, _coordinator_pb2.RemoveNodeReply]
+    """it left: its certificates and its access are revoked"""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -106,6 +112,12 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """until it is over"""
     CancelDrain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRef, _coordinator_pb2.DrainInfo]  # type: ignore[assignment]
     """moves under way end, none begins; nodes stay cordoned"""
+    NodeToken: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.NodeTokenRequest, _coordinator_pb2.NodeTokenReply]  # type: ignore[assignment]
+    """a short-lived token with which one machine may join"""
+    Join: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JoinRequest, _coordinator_pb2.JoinReply]  # type: ignore[assignment]
+    """called with the certificate that a token holds"""
+    RemoveNode: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.NodeRef, _coordinator_pb2.RemoveNodeReply]  # type: ignore[assignment]
+    """it left: its certificates and its access are revoked"""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -303,5 +315,29 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DrainInfo, _abc.Awaitable[_coordinator_pb2.DrainInfo]]:
         """moves under way end, none begins; nodes stay cordoned"""
+
+    @_abc_1.abstractmethod
+    def NodeToken(
+        self,
+        request: _coordinator_pb2.NodeTokenRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.NodeTokenReply, _abc.Awaitable[_coordinator_pb2.NodeTokenReply]]:
+        """a short-lived token with which one machine may join"""
+
+    @_abc_1.abstractmethod
+    def Join(
+        self,
+        request: _coordinator_pb2.JoinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.JoinReply, _abc.Awaitable[_coordinator_pb2.JoinReply]]:
+        """called with the certificate that a token holds"""
+
+    @_abc_1.abstractmethod
+    def RemoveNode(
+        self,
+        request: _coordinator_pb2.NodeRef,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.RemoveNodeReply, _abc.Awaitable[_coordinator_pb2.RemoveNodeReply]]:
+        """it left: its certificates and its access are revoked"""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -274,6 +274,7 @@ class JobSpec(_message.Message):
     MASTER_PORT_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    AS_ROOT_FIELD_NUMBER: _builtins.int
     RANK_ENV_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     owner: _builtins.str
@@ -295,6 +296,8 @@ class JobSpec(_message.Message):
     """0: no limit"""
     master_port: _builtins.int
     """0: the default, 29500"""
+    as_root: _builtins.bool
+    """whoever submitted it may run jobs as root; set by the coordinator, whatever a client says"""
     @_builtins.property
     def command(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """argv of every rank; argv[0] is looked up in the pod's PATH"""
@@ -340,11 +343,12 @@ class JobSpec(_message.Message):
         master_port: _builtins.int = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         nodes: _abc.Iterable[_builtins.str] | None = ...,
+        as_root: _builtins.bool = ...,
         rank_env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "cpus", b"cpus", "env", b"env", "gpus_per_pod", b"gpus_per_pod", "image", b"image", "labels", b"labels", "master_port", b"master_port", "memory_bytes", b"memory_bytes", "mounts", b"mounts", "name", b"name", "nodes", b"nodes", "owner", b"owner", "pods", b"pods", "policy", b"policy", "publish", b"publish", "rank_env", b"rank_env", "ranks_per_pod", b"ranks_per_pod", "rendezvous", b"rendezvous", "shm_bytes", b"shm_bytes", "user", b"user", "working_directory", b"working_directory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_root", b"as_root", "command", b"command", "cpus", b"cpus", "env", b"env", "gpus_per_pod", b"gpus_per_pod", "image", b"image", "labels", b"labels", "master_port", b"master_port", "memory_bytes", b"memory_bytes", "mounts", b"mounts", "name", b"name", "nodes", b"nodes", "owner", b"owner", "pods", b"pods", "policy", b"policy", "publish", b"publish", "rank_env", b"rank_env", "ranks_per_pod", b"ranks_per_pod", "rendezvous", b"rendezvous", "shm_bytes", b"shm_bytes", "user", b"user", "working_directory", b"working_directory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
