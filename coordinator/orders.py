@@ -21,6 +21,7 @@ from moorage.coordinator.machine.state import Seat, Target
 from moorage.coordinator.workers import NodeGone
 from moorage.errors import Fenced, MoorageError, NoCapacity, NotFound, Unavailable
 from moorage.v1 import worker_pb2
+from moorage.v1.types_pb2 import JobSpec
 
 if TYPE_CHECKING:
     from moorage.coordinator.job import Job
@@ -184,13 +185,14 @@ async def _load(leader: Leader, job: Job, order: Load) -> ev.Event:
     membership = worker_pb2.Membership(vni=state.vni, members=members, slot=state.slot)
     fences = [fence_of(leader, job, pod, order.incarnation) for pod in range(state.pods)]
     if not order.checkpoint:
+        spec = _restarted(job)
         await all_pods(
             on_pod(
                 leader,
                 job,
                 pod,
                 "start",
-                worker_pb2.StartPodRequest(fence=fences[pod], spec=job.spec, membership=membership),
+                worker_pb2.StartPodRequest(fence=fences[pod], spec=spec, membership=membership),
             )
             for pod in range(state.pods)
         )
@@ -220,6 +222,16 @@ async def _load(leader: Leader, job: Job, order: Load) -> ev.Event:
         for pod in range(state.pods)
     )
     return ev.Done(time=time.time(), of=order)
+
+
+def _restarted(job: Job) -> JobSpec:
+    """The spec with the variable by which a torchrun script learns that it begins again."""
+    if not (job.spec.rendezvous and job.state.restarts):
+        return job.spec
+    spec = JobSpec()
+    spec.CopyFrom(job.spec)
+    spec.rank_env["TORCHELASTIC_RESTART_COUNT"] = str(job.state.restarts)
+    return spec
 
 
 async def release(leader: Leader, job: Job, order: Release) -> None:

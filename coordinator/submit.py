@@ -45,6 +45,7 @@ def policy_of(spec: JobSpec) -> JobPolicy:
         cold_start=policy.if_incompatible == types_pb2.IF_INCOMPATIBLE_COLD_START,
         attempt_deadline_seconds=policy.attempt_deadline_seconds or 120.0,
         hang_seconds=policy.hang_seconds,
+        elastic=policy.elastic,
     )
 
 

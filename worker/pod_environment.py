@@ -56,6 +56,13 @@ def rank_environment(spec: JobSpec, job: str, pod: int, local_rank: int, pod0_ad
     return env
 
 
+def rank_command(spec: JobSpec, local_rank: int) -> list[str]:
+    """The argv of one rank. As with torchrun, ``${local_rank}`` in an argument is its number in the pod."""
+    if not spec.rendezvous:
+        return list(spec.command)
+    return [part.replace("${local_rank}", str(local_rank)) for part in spec.command]
+
+
 def _capturable(where: RankPlace) -> dict[str, str]:
     """Defaults that keep sockets on addresses that move with the pod, and NCCL free of what cannot be saved."""
     interface = "job0" if where.pods > 1 else "lo"

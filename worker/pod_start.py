@@ -11,7 +11,7 @@ from moorage.worker import pod_guard, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.layers import PodLayers
 from moorage.worker.pod import Pod
-from moorage.worker.pod_environment import place, rank_environment
+from moorage.worker.pod_environment import place, rank_command, rank_environment
 from moorage.worker.pod_phase import Change
 from moorage.worker.pod_steps import Timings, all_ended
 from moorage.worker.sandbox import criu, oci, podinit
@@ -97,7 +97,7 @@ def init_config(pod: Pod, user: pod_user.User) -> podinit.InitConfig:
     ranks = [
         podinit.Rank(
             rank=place(spec, record.pod, local).rank,
-            argv=list(spec.command),
+            argv=rank_command(spec, local),
             env=rank_environment(spec, record.job, record.pod, local, pod.network.master_address),
         )
         for local in range(max(1, spec.ranks_per_pod))

@@ -137,6 +137,11 @@ def give_up(t: Turn, why: str, error_kind: str = "", hint: str = "") -> None:
     ``error_kind`` and ``hint`` tell whoever waits what kind of failure it was, and the way out.
     """
     plan = _current(t)
+    elastic = t.state.policy.elastic and plan.cause == "failure" and plan.checkpoint
+    if elastic and error_kind not in ("", "NoCapacity"):
+        t.set(base="")
+        begin(t, BringUp(cause="failure", ordered=t.now, trace=plan.trace), f"{why}; restarts of torchrun go on anew")
+        return
     if plan.misfits and t.state.policy.cold_start and plan.checkpoint:
         t.set(base="")
         begin(t, BringUp(cause="failure", ordered=t.now, on=plan.on, trace=plan.trace), f"{why}; its owner allows that")

@@ -122,4 +122,6 @@ def recover(t: Turn, found: Trouble) -> None:
         failures_in_row=state.failures_in_row + (found.kind != "node"),
     )
     checkpoint = state.base if verdict.action == "restore" else ""
+    if not checkpoint:
+        t.set(base="")  # what runs from now on descends from none
     bringup.begin(t, BringUp(cause="failure", checkpoint=checkpoint, ordered=t.now), found.why)

@@ -36,11 +36,13 @@ class FailurePolicy(msgspec.Struct, frozen=True):
             return FailureVerdict("fail", "its owner wants no restore")
         if policy.max_restarts and restarts >= policy.max_restarts:
             return FailureVerdict("fail", f"its {policy.max_restarts} restarts are used up")
+        if kind != "node" and in_row >= self.max_in_row and policy.elastic and policy.max_restarts:
+            return FailureVerdict("again", "its newest checkpoint did not help")
         if kind != "node" and in_row >= self.max_in_row:
             return FailureVerdict("fail", f"it failed {in_row + 1} times with no new checkpoint between")
         if has_checkpoint:
             return FailureVerdict("restore")
-        if kind == "rank":
+        if kind == "rank" and not policy.elastic:
             # The same program from nothing meets the same end: tell the user at once.
             return FailureVerdict("fail", "it has no checkpoint to go back to")
         return FailureVerdict("again")

@@ -179,6 +179,7 @@ class JobPolicy(msgspec.Struct, frozen=True, kw_only=True):
     cold_start: bool = False
     attempt_deadline_seconds: float = 120.0
     hang_seconds: float = 0.0
+    elastic: bool = False  # with no checkpoint that helps, a restart begins from nothing
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):

@@ -153,7 +153,8 @@ def test_an_attached_torchrun_ends_with_the_jobs_exit_code(shell: Shell, live: P
     (live / "end").write_text("3")
     line = ["torchrun", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", "--mount", f"{live}:{live}"]
     done = shell(*line, "train.py", str(live), code=3)
-    assert "rank 1 of 2" in done.stdout and "over" in done.stderr
+    # The first rank that ends ends the job: the other one may not have begun by then.
+    assert " of 2" in done.stdout and "over" in done.stderr
 
 
 def test_a_job_that_is_stopped_with_a_checkpoint_can_be_brought_back(shell: Shell, live: Path) -> None:
@@ -182,3 +183,52 @@ def test_the_example_of_the_python_api_counts_right(shell: Shell) -> None:
     )
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert done.stdout.splitlines()[-1] == "counted right: yes; nonce survived: yes"
+
+
+def test_a_launch_line_of_torchrun_works_with_moorage_in_front(shell: Shell) -> None:
+    """Logs go where they went, a restart begins with the next count, and each rank knows its place."""
+    (shell.folder / "again.py").write_text(
+        "import os, sys\n"
+        "count = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('count', count, 'of', os.environ['TORCHELASTIC_MAX_RESTARTS'], sys.argv[1:], flush=True)\n"
+        "sys.exit(3 if count == '0' and os.environ['RANK'] == '1' else 0)\n"
+    )
+    line = ["torchrun", "--nnodes=1:1", "--nproc_per_node", "2", "--rdzv-backend=c10d", "--rdzv-endpoint=host:29400"]
+    line += ["--rdzv-id=7", "--max-restarts=2", "--log-dir", "logs", "--redirects", "3", "--tee", "1:1"]
+    done = shell(*line, "--duplicate-stdout-filters", "count 1", "again.py", "--gpu", "${local_rank}")
+    assert "[rank 1] count 1 of 2 ['--gpu', '1']" in done.stdout and "rank 0" not in done.stdout
+    folder = shell.folder / "logs" / "7" / "attempt_0"
+    assert (folder / "0" / "stdout.log").read_text().endswith("count 1 of 2 ['--gpu', '0']\n")
+    assert sorted((folder / "filtered_stdout.log").read_text().splitlines()) == [
+        f"count 1 of 2 ['--gpu', '{rank}']" for rank in range(2)
+    ]
+
+
+def test_the_lines_of_several_nodes_are_one_job(shell: Shell, live: Path) -> None:
+    line = [str(COMMAND), "torchrun", "--nnodes=2", "--master-addr=head", "--master-port=29501", "--max-restarts=0"]
+    line += ["--mount", f"{live}:{live}"]
+    lines = [
+        subprocess.Popen(
+            [*line, f"--node-rank={number}", "train.py", str(live)],
+            cwd=shell.folder,
+            env=shell.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    seen = ["", ""]
+    for number, process in enumerate(lines):
+        assert process.stdout is not None
+        while f"rank {number} of 2" not in seen[number]:
+            text = process.stdout.readline()
+            assert text, process.communicate()
+            seen[number] += text
+    (live / "end.new").write_text("5")
+    (live / "end.new").rename(live / "end")
+    for process in lines:
+        process.communicate(timeout=120)
+        assert process.returncode == 5
+    assert "rank 0 of 2" not in seen[1], "the second line shows the ranks of its own node"

@@ -2,72 +2,57 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import signal
+import string
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from moorage.cli.output import remark
 from moorage.errors import JobFailed, MoorageError
 
 if TYPE_CHECKING:
+    from moorage.cli.rank_files import RankFiles
     from moorage.coordinator.client import Job, JobInfo, LogLine
-
-OUT, ERR = 1, 2
-
-
-def outputs(text: str, ranks: int, flag: str) -> dict[int, int]:
-    """torchrun's ``--tee``/``--redirects``: ``3``, or ``0:1,1:2``. Per rank a mask of 1 (stdout) and 2 (stderr)."""
-    from moorage.errors import UsageError
-
-    if re.fullmatch(r"[0-3]", text):
-        return dict.fromkeys(range(ranks), int(text))
-    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
-        raise UsageError(f"{flag} {text!r} is not 0, 1, 2, 3 or RANK:N,…")
-    given = {int(rank): int(mask) for rank, mask in (part.split(":") for part in text.split(","))}
-    return {rank: given.get(rank, 0) for rank in range(ranks)}
 
 
 class Printer:
-    """Writes whole lines to stdout and stderr, with the rank in front when there are several, and to log files."""
+    """Writes whole lines to stdout and stderr, with the rank in front when there are several, and to log files.
+
+    ``prefix``: a template with ``${role_name}``, ``${rank}`` and ``${local_rank}``, as torchrun's
+    ``TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE``. ``only``: ranks that are shown; all if empty.
+    """
 
     def __init__(
         self,
         ranks: int,
         *,
         per_pod: int = 1,
-        folder: Path | None = None,
-        redirects: dict[int, int] | None = None,
-        tee: dict[int, int] | None = None,
-        only_local: list[int] | None = None,
+        files: RankFiles | None = None,
+        only_local: Collection[int] = (),
+        only: Collection[int] = (),
+        prefix: str = "",
+        role: str = "default",
     ) -> None:
         self._many = ranks > 1
         self._per_pod = per_pod
-        self._folder = folder
-        self._redirects = redirects or {}
-        self._tee = tee or {}
-        self._only = only_local or []
+        self._files = files
+        self._only_local = only_local
+        self._only = only
+        self._prefix = prefix
+        self._role = role
         self._rest: dict[tuple[int, bool], bytes] = {}
-        self._files: dict[tuple[int, bool], BinaryIO] = {}
-
-    def _file(self, rank: int, stderr: bool) -> BinaryIO | None:
-        wanted = self._redirects.get(rank, 0) | self._tee.get(rank, 0)
-        if self._folder is None or not wanted & (ERR if stderr else OUT):
-            return None
-        if (rank, stderr) not in self._files:
-            target = self._folder / str(rank)
-            target.mkdir(parents=True, exist_ok=True)
-            self._files[rank, stderr] = (target / ("stderr.log" if stderr else "stdout.log")).open("ab")
-        return self._files[rank, stderr]
 
     def take(self, piece: LogLine) -> None:
         """Take a piece of output; prints the lines that are whole."""
-        if file := self._file(piece.rank, piece.stderr):
-            file.write(piece.data)
-            file.flush()
-        if self._redirects.get(piece.rank, 0) & (ERR if piece.stderr else OUT):
+        if self._only and piece.rank not in self._only:
             return
-        if self._only and piece.rank % self._per_pod not in self._only:
+        if self._files is not None:
+            self._files.write(piece.rank, piece.stderr, piece.data)
+            if not self._files.shown(piece.rank, piece.stderr):
+                return
+        if self._only_local and piece.rank % self._per_pod not in self._only_local:
             return
         key = (piece.rank, piece.stderr)
         data = self._rest.pop(key, b"") + piece.data
@@ -77,10 +62,15 @@ class Printer:
         if newline:
             self._print(piece.rank, piece.stderr, whole + newline)
 
+    def _before(self, rank: int) -> str:
+        if self._prefix:
+            fields = {"role_name": self._role, "rank": rank, "local_rank": rank % self._per_pod}
+            return string.Template(self._prefix).safe_substitute(fields)
+        return f"[rank {rank}] " if self._many else ""
+
     def _print(self, rank: int, stderr: bool, data: bytes) -> None:
         stream = sys.stderr if stderr else sys.stdout
-        if self._many:
-            prefix = f"[rank {rank}] ".encode()
+        if prefix := self._before(rank).encode():
             data = b"".join(prefix + line for line in data.splitlines(keepends=True))
         stream.buffer.write(data)
         stream.flush()
@@ -90,9 +80,31 @@ class Printer:
         for (rank, stderr), data in self._rest.items():
             self._print(rank, stderr, data + b"\n")
         self._rest.clear()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        if self._files is not None:
+            self._files.close()
+
+
+class _Signalled(BaseException):
+    """A signal that ends the job came in."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@contextlib.contextmanager
+def _handling(signals: Iterable[signal.Signals]) -> Iterator[None]:
+    """Let these signals raise `_Signalled`. Ctrl-C stays what it is, if a person may be there to answer."""
+
+    def arrive(number: int, frame: object) -> None:
+        raise _Signalled(number)
+
+    mine = [one for one in signals if not (one == signal.SIGINT and sys.stdin.isatty())]
+    before = {one: signal.signal(one, arrive) for one in mine}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _confirm(job: Job) -> bool:
@@ -104,23 +116,29 @@ def _confirm(job: Job) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def follow(job: Job, printer: Printer) -> int:
+def follow(job: Job, printer: Printer, *, signals: Iterable[signal.Signals] = (), grace: float = 10.0) -> int:
     """Print the job's output until it is over; returns its exit code.
 
     Ctrl-C asks, then stops the job (a second one stops it at once) and returns 130; answering no leaves the job
-    running and returns 0. Raises `JobFailed` if the job ended without an exit code of its own.
+    running and returns 0. One of ``signals`` stops it without a question, with ``grace`` seconds between SIGTERM and
+    SIGKILL; 128 + its number is returned. Raises `JobFailed` if the job ended without an exit code of its own.
     """
     try:
         try:
-            for piece in job.logs(follow=True):
-                printer.take(piece)
-            return exit_code(job.wait())
+            with _handling(signals):
+                for piece in job.logs(follow=True):
+                    printer.take(piece)
+                return exit_code(job.wait())
+        except _Signalled as arrived:
+            remark(f"{signal.Signals(arrived.number).name}: stopping job {job.id}")
+            job.stop(grace=grace)
+            return 128 + arrived.number
         except KeyboardInterrupt:
             if not _confirm(job):
                 remark(f"job {job.id} runs on: `moorage logs -f {job.id}` shows its output again")
                 return 0
             remark(f"stopping job {job.id}")
-            job.stop()
+            job.stop(grace=grace)
             return 130
         except BrokenPipeError:
             return 0

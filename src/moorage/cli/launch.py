@@ -1,4 +1,4 @@
-"""`moorage run` and `moorage torchrun`: start a job, stream its output, end with its exit code."""
+"""`moorage run`: start a job, stream its output, end with its exit code."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def read_job_file(path: Path) -> dict[str, Any]:
     return content
 
 
-def _start(
-    spec: Any, if_exists: str, *, detach: bool, dry_run: bool, output: str, printer_options: dict[str, Any]
-) -> int:
+def _start(spec: Any, if_exists: str, *, detach: bool, dry_run: bool, output: str) -> int:
     if dry_run:
         write(message_fields(spec), output)
         return 0
@@ -85,7 +83,7 @@ def _start(
             return 0
         remark(f"job {spec.name or job.id} started; Ctrl-C asks before it stops the job")
         ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
-        return follow(job, Printer(ranks, per_pod=max(1, spec.ranks_per_pod), **printer_options))
+        return follow(job, Printer(ranks, per_pod=max(1, spec.ranks_per_pod)))
 
 
 def run(
@@ -177,69 +175,5 @@ def run(
         detach=detach,
         dry_run=dry_run,
         output=output_format(output),
-        printer_options={},
-    )
-    raise typer.Exit(code)
-
-
-def torchrun(context: typer.Context) -> None:
-    """Run a script as torchrun does, with checkpoints: a drop-in for torchrun."""
-    from moorage.cli import torchrun_flags
-    from moorage.cli.follow import outputs
-    from moorage.coordinator.client import torchrun_spec
-
-    launch = torchrun_flags.parse(context.args)
-    for text in launch.remarks:
-        remark(text)
-    options = launch.options
-    rank_env = {
-        "TORCHELASTIC_RUN_ID": launch.run_id,
-        "ROLE_NAME": launch.role,
-    }
-    if options["virtual_local_rank"]:
-        rank_env["LOCAL_RANK"] = "0"
-    spec = torchrun_spec(
-        launch.script,
-        launch.arguments,
-        nnodes=launch.nnodes,
-        nproc_per_node=launch.nproc_per_node,
-        module=launch.module,
-        no_python=launch.no_python,
-        name=options["name"],
-        env=pairs(options["env"], "--env"),
-        gpus_per_pod=options["gpus_per_pod"],
-        user=options["user"],
-        image=options["image"],
-        mounts=options["mount"],
-        publish_ports=options["publish"],
-        shm_bytes=size(options["shm_size"], "--shm-size"),
-        cpus=options["cpus"],
-        memory_bytes=size(options["memory"], "--memory"),
-        checkpoint_every=seconds(options["checkpoint_every"], "--checkpoint-every"),
-        keep_last=options["keep_last"],
-        on_failure=options["on_failure"],
-        max_restarts=launch.max_restarts,
-        if_incompatible=options["if_incompatible"],
-        hang_timeout=seconds(options["hang_timeout"], "--hang-timeout"),
-        attempt_deadline=seconds(options["attempt_deadline"], "--attempt-deadline"),
-        master_port=launch.master_port,
-        nodes=[node for node in options["on"].split(",") if node],
-        rank_env=rank_env,
-    )
-    ranks = launch.nnodes * launch.nproc_per_node
-    folder = Path(launch.log_dir) / launch.run_id / "attempt_0" if launch.log_dir else None
-    printer_options = {
-        "folder": folder,
-        "redirects": outputs(launch.redirects, ranks, "--redirects") if folder else {},
-        "tee": outputs(launch.tee, ranks, "--tee") if folder else {},
-        "only_local": launch.local_ranks_filter,
-    }
-    code = _start(
-        spec,
-        options["if_exists"],
-        detach=options["detach"],
-        dry_run=options["dry_run"],
-        output=output_format(options["output"]),
-        printer_options=printer_options,
     )
     raise typer.Exit(code)

@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 from moorage import __version__
-from moorage.cli import checkpoints, cluster, fleet, jobs, launch, store, top
+from moorage.cli import checkpoints, cluster, fleet, jobs, launch, store, top, torchrun
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
 
@@ -94,7 +94,7 @@ for _command in (
     app.command()(_command)
 app.command(name="undrain", hidden=True)(fleet.uncordon)
 app.command(name="exec")(jobs.exec_)
-app.command(name="torchrun", context_settings=_PASS_ON)(launch.torchrun)
+app.command(name="torchrun", context_settings=_PASS_ON)(torchrun.torchrun)
 for _dev_command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
     dev.command()(_dev_command)
 runtime.command(name="install")(cluster.install)

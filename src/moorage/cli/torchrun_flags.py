@@ -1,13 +1,17 @@
 """torchrun's command line, as moorage understands it. Pure: from an argument list to what is to be run.
 
-Every flag of torchrun is taken. What a flag asks of torchrun's own agent (how often it looks at its workers, how it
-starts them) has no meaning where moorage is the agent, and is accepted without effect, as the help says.
+Every flag of torchrun is taken and does what it is for; the help says how where moorage does it in another way. What
+moorage refuses is in `REFUSED`, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
+import signal
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -22,7 +26,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     script: str
     arguments: list[str]
     nnodes: int
-    nproc_per_node: int
+    nproc_per_node: str
     module: bool
     no_python: bool
     max_restarts: int | None
@@ -33,7 +37,15 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     redirects: str
     tee: str
     local_ranks_filter: list[int]
-    remarks: list[str]
+    node_rank: int
+    rendezvous: str  # what torchrun's agents meet by; empty: this call is alone
+    join_seconds: float  # 0: wait for nodes as long as it takes
+    console_events: bool
+    filters: tuple[list[str], list[str]]  # lines of stdout and of stderr that go to a file of their own
+    logs_specs: str
+    numa_binding: str
+    signals: list[signal.Signals]
+    shutdown_seconds: float
     options: dict[str, Any]
 
 
@@ -42,7 +54,6 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"moorage torchrun: {message}", "`moorage torchrun --help` lists the flags")
 
 
-_RUN_PATH = "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 _OWN = frozenset(
     (
         "detach",
@@ -69,7 +80,15 @@ _OWN = frozenset(
         "virtual_local_rank",
     )
 )
-_NO_EFFECT = "accepted; has no effect under moorage"
+DEFAULT_PORT = 29500
+#: What moorage refuses of torchrun's words, and why.
+REFUSED = {
+    "--rdzv-backend other than static and c10d": "moorage finds the ranks itself, so no other store is asked",
+    "--standalone with --nnodes above 1": "it means one node",
+    "--nnodes MIN:MAX with two different ends": "what is checkpointed has one size; restores replace elastic sizes",
+}
+_TOLD_AT_ONCE = "accepted: the node's worker is told of an exit at once, so nobody looks at intervals"
+_FILTER_HELP = "also write lines with one of these words to filtered_{}.log: WORD,WORD (two commas for one)"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,20 +102,41 @@ def parser() -> argparse.ArgumentParser:
     add("--nnodes", default="1", help="number of nodes (pods), N or N:N")
     add("--nproc-per-node", "--nproc_per_node", default="1", help="ranks in each pod: a number, auto, cpu or gpu")
     add("--rdzv-backend", "--rdzv_backend", default="static", help="static or c10d")
-    add("--rdzv-endpoint", "--rdzv_endpoint", default="", help="only its port is used: the pods have their own network")
-    add("--rdzv-id", "--rdzv_id", default="none", help="TORCHELASTIC_RUN_ID")
-    add("--rdzv-conf", "--rdzv_conf", default="", help=_NO_EFFECT)
+    add(
+        "--rdzv-endpoint",
+        "--rdzv_endpoint",
+        default="",
+        help="HOST:PORT where lines of several nodes meet",
+    )
+    add("--rdzv-id", "--rdzv_id", default="none", help="TORCHELASTIC_RUN_ID; lines with the same id are one job")
+    add(
+        "--rdzv-conf",
+        "--rdzv_conf",
+        default="",
+        help="KEY=VALUE,…: join_timeout bounds the wait for nodes",
+    )
     add("--standalone", action="store_true", help="one node")
     add(
         "--max-restarts",
         "--max_restarts",
         type=int,
         default=None,
-        help="restores after failures, 0 for none (no limit)",
+        help="restarts after failures (0: none): from the last checkpoint, else from nothing",
     )
-    add("--monitor-interval", "--monitor_interval", type=float, default=0.1, help=_NO_EFFECT)
-    add("--start-method", "--start_method", default="spawn", choices=["spawn", "fork", "forkserver"], help=_NO_EFFECT)
-    add("--event-log-handler", "--event_log_handler", default="null", help=_NO_EFFECT)
+    add("--monitor-interval", "--monitor_interval", type=float, default=0.1, help=_TOLD_AT_ONCE)
+    add(
+        "--start-method",
+        "--start_method",
+        default="spawn",
+        choices=["spawn", "fork", "forkserver"],
+        help="accepted: a script is always a process of its own, as with torchrun",
+    )
+    add(
+        "--event-log-handler",
+        "--event_log_handler",
+        default="null",
+        help="null; console: events on stderr",
+    )
     add("--role", default="default", help="TORCHELASTIC role of the ranks")
     add("-m", "--module", action="store_true", help="the script is a Python module")
     add("--no-python", "--no_python", action="store_true", help="the script is a program")
@@ -105,15 +145,55 @@ def parser() -> argparse.ArgumentParser:
     add("-r", "--redirects", default="0", help="which outputs go to the log folder only: 0, 1, 2, 3 or RANK:N,…")
     add("-t", "--tee", default="0", help="which outputs go to the log folder too: 0, 1, 2, 3 or RANK:N,…")
     add("--local-ranks-filter", "--local_ranks_filter", default="", help="show only these local ranks")
-    add("--duplicate-stdout-filters", "--duplicate_stdout_filters", default="", help=_NO_EFFECT)
-    add("--duplicate-stderr-filters", "--duplicate_stderr_filters", default="", help=_NO_EFFECT)
-    add("--node-rank", "--node_rank", type=int, default=0, help="moorage starts all nodes from one call")
-    add("--master-addr", "--master_addr", default="127.0.0.1", help="the pods have addresses of their own")
-    add("--master-port", "--master_port", type=int, default=29500, help="port of rank 0's store inside the job")
-    add("--local-addr", "--local_addr", default=None, help=_NO_EFFECT)
-    add("--logs-specs", "--logs_specs", default=None, help=_NO_EFFECT)
-    add("--numa-binding", "--numa_binding", default=None, help=_NO_EFFECT)
-    add("--signals-to-handle", "--signals_to_handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help=_NO_EFFECT)
+    for name in ("stdout", "stderr"):
+        flag = f"--duplicate-{name}-filters"
+        add(flag, flag.replace("-", "_").replace("__", "--", 1), default="", help=_FILTER_HELP.format(name))
+    add("--node-rank", "--node_rank", type=int, default=0, help="0 starts the job; others join it and show their ranks")
+    add(
+        "--master-addr",
+        "--master_addr",
+        default="127.0.0.1",
+        help="where lines of several nodes meet",
+    )
+    add(
+        "--master-port",
+        "--master_port",
+        type=int,
+        default=None,
+        help="port of rank 0's store inside the job",
+    )
+    add(
+        "--local-addr",
+        "--local_addr",
+        default=None,
+        help="accepted: pods have addresses that go with them",
+    )
+    add(
+        "--logs-specs",
+        "--logs_specs",
+        default=None,
+        help="a torchrun.logs_specs plug-in says where logs go",
+    )
+    add(
+        "--numa-binding",
+        "--numa_binding",
+        default=None,
+        choices=["node", "socket", "exclusive", "core-complex"],
+        help="bind each rank to the cores near its GPU, as torch does",
+    )
+    add(
+        "--signals-to-handle",
+        "--signals_to_handle",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        help="signals that end the job (Ctrl-C on a terminal asks first)",
+    )
+    add(
+        "--shutdown-timeout",
+        "--shutdown_timeout",
+        type=int,
+        default=None,
+        help="seconds from SIGTERM to SIGKILL",
+    )
     add("--virtual-local-rank", "--virtual_local_rank", action="store_true", help="LOCAL_RANK 0 for every rank")
     own = made.add_argument_group("moorage's flags").add_argument
     own("-d", "--detach", action="store_true", help="print the job's id and return")
@@ -135,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
     own("--memory", default="0")
     own("--publish", action="append", default=[], help="[POD@]HOST_PORT[:POD_PORT][/udp]")
     own("--on", default="", help="only on these nodes: NODE,NODE")
-    own("--gpus-per-pod", type=int, default=0)
+    own("--gpus-per-pod", type=int, default=None, help="GPUs of each node (as many as ranks, where nodes have GPUs)")
     own("--output", "-o", default=None, help="table, json or yaml")
     made.add_argument("script", help="the script, module or program")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -148,6 +228,7 @@ def _environment_defaults(made: argparse.ArgumentParser, environ: Mapping[str, s
     for action in made._actions:
         value = environ.get(f"PET_{action.dest.upper()}")
         own = action.dest in _OWN and action.dest != "virtual_local_rank"
+        own = own or action.dest in ("logs_specs", "numa_binding")  # torchrun reads no variable for these
         if value is None or own or action.dest in ("script", "arguments", "help"):
             continue
         if isinstance(action.const, bool):
@@ -178,16 +259,96 @@ def nodes(text: str) -> int:
 
 
 def processes(text: str, gpus: int) -> int:
-    """``--nproc-per-node``: a number, ``cpu``, ``gpu`` or ``auto``. Raises `UsageError`."""
+    """``--nproc-per-node``: a number, ``cpu``, ``gpu`` or ``auto``; ``gpus``: of each pod. Raises `UsageError`."""
     if text.isdigit() and int(text) > 0:
         return int(text)
     if text == "cpu" or (text == "auto" and not gpus):
         return os.cpu_count() or 1
     if text in ("gpu", "auto"):
         if not gpus:
-            raise UsageError("--nproc-per-node gpu: the pods have no GPU", "add --gpus-per-pod N")
+            raise UsageError("--nproc-per-node gpu: the nodes have no GPU", "give a number, or cpu")
         return gpus
+    if text == "xpu":
+        raise UsageError(
+            "--nproc-per-node xpu: no node has an XPU that moorage knows", "give a number, auto, cpu or gpu"
+        )
     raise UsageError(f"--nproc-per-node {text!r} is not a number, auto, cpu or gpu")
+
+
+def rendezvous_settings(text: str) -> dict[str, str]:
+    """``--rdzv-conf``. Raises `UsageError`."""
+    found: dict[str, str] = {}
+    for part in text.split(",") if text.strip() else []:
+        key, equals, value = part.partition("=")
+        if not key.strip() or not equals:
+            raise UsageError(f"--rdzv-conf {text!r} is not KEY=VALUE,KEY=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _join_seconds(text: str) -> float:
+    settings = rendezvous_settings(text)
+    value = settings.get("join_timeout") or settings.get("timeout") or "0"
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise UsageError(f"--rdzv-conf join_timeout={value}: not a number of seconds") from None
+    if not (seconds >= 0 and math.isfinite(seconds)):
+        raise UsageError(f"--rdzv-conf join_timeout={value}: not a number of seconds")
+    return seconds
+
+
+def words(text: str) -> list[str]:
+    """A comma separated list in which two commas stand for one."""
+    parts = [part.replace("\0", ",").strip() for part in text.replace(",,", "\0").split(",")]
+    return [part for part in parts if part]
+
+
+def signals(text: str) -> list[signal.Signals]:
+    """``--signals-to-handle``. Raises `UsageError`."""
+    found = []
+    for name in (part.strip() for part in text.split(",") if part.strip()):
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise UsageError(f"--signals-to-handle {name}: no signal that can be handled", "such as SIGTERM,SIGUSR1")
+        found.append(signal.Signals[name])
+    return found
+
+
+def _local_ranks(text: str) -> list[int]:
+    if not re.fullmatch(r"(\d+(,\d+)*)?", text.replace(" ", "")):
+        raise UsageError(f"--local-ranks-filter {text!r} is not a list of numbers", "such as 0,1,2")
+    return [int(part) for part in text.split(",") if part.strip()]
+
+
+def _meeting(found: Mapping[str, Any], nnodes: int) -> str:
+    """What the lines of several nodes have in common; empty for a line that is alone."""
+    if found["standalone"] or nnodes == 1:
+        return ""
+    if found["rdzv_backend"] == "c10d":
+        return f"{found['rdzv_endpoint']}/{found['rdzv_id']}" if found["rdzv_endpoint"] else ""
+    place = found["rdzv_endpoint"] or f"{found['master_addr']}:{found['master_port'] or DEFAULT_PORT}"
+    alone = not found["rdzv_endpoint"] and found["master_addr"] in ("127.0.0.1", "localhost")
+    return "" if alone and not found["node_rank"] else f"{place}/{found['rdzv_id']}"
+
+
+def _refuse(found: Mapping[str, Any], nnodes: int) -> None:
+    if found["rdzv_backend"] not in ("static", "c10d"):
+        raise UsageError(
+            f"--rdzv-backend {found['rdzv_backend']} is not supported",
+            "moorage finds the ranks itself: use static or c10d",
+        )
+    if found["standalone"] and nnodes > 1:
+        raise UsageError(f"--standalone means one node, --nnodes says {nnodes}", "leave one of them out")
+    if found["run_path"] and (found["module"] or found["no_python"]):
+        raise UsageError("--run-path excludes --module and --no-python")
+    if found["event_log_handler"] not in ("null", "console", "dynamic_rendezvous"):
+        raise UsageError(f"--event-log-handler {found['event_log_handler']} does not exist", "use null or console")
+    if not 0 <= found["node_rank"] < nnodes:
+        raise UsageError(f"--node-rank {found['node_rank']} is not one of {nnodes} nodes", f"0 to {nnodes - 1}")
+    if found["monitor_interval"] <= 0:
+        raise UsageError(f"--monitor-interval {found['monitor_interval']:g} is too small")
+    if (found["shutdown_timeout"] or 0) < 0:
+        raise UsageError(f"--shutdown-timeout {found['shutdown_timeout']} is too small", "the least is 0")
 
 
 def parse(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> Launch:
@@ -196,47 +357,47 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] | None = None) ->
     made = parser()
     _environment_defaults(made, environ)
     found = vars(made.parse_args(list(arguments)))
-    if found["rdzv_backend"] not in ("static", "c10d"):
-        raise UsageError(
-            f"--rdzv-backend {found['rdzv_backend']} is not supported",
-            "moorage finds the ranks itself: use static or c10d",
-        )
     nnodes = nodes(found["nnodes"])
-    if found["standalone"] and nnodes > 1:
-        raise UsageError(f"--standalone means one node, --nnodes says {nnodes}", "leave one of them out")
-    if found["run_path"] and (found["module"] or found["no_python"]):
-        raise UsageError("--run-path excludes --module and --no-python")
-    remarks = []
-    if found["node_rank"]:
-        remarks.append("--node-rank is not needed: one call starts the ranks of all nodes")
-    port = found["master_port"]
+    _refuse(found, nnodes)
+    port = found["master_port"] or DEFAULT_PORT
     endpoint_port = found["rdzv_endpoint"].rpartition(":")[2]
     if found["rdzv_endpoint"] and endpoint_port.isdigit() and int(endpoint_port):
         port = int(endpoint_port)
+    # torchrun makes an id for a job on one node that was told of no meeting place.
+    alone = found["rdzv_backend"] == "static" and not found["rdzv_endpoint"] and found["master_port"] is None
+    fresh = found["standalone"] or (alone and nnodes == 1)
+    grace = found["shutdown_timeout"]
+    if grace is None:
+        text = environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
+        grace = int(text) if text.isdigit() else 30
     own = [name for name in found if name in _OWN]
     script, rest = found["script"], list(found["arguments"])
     if found["run_path"]:
-        rest = [
-            "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
-            script,
-            *rest,
-        ]
-        script = "-c"
+        code = "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+        script, rest = "-c", [code, script, *rest]
     return Launch(
         script=script,
         arguments=rest,
         nnodes=nnodes,
-        nproc_per_node=processes(found["nproc_per_node"], found["gpus_per_pod"]),
+        nproc_per_node=found["nproc_per_node"],
         module=found["module"],
         no_python=found["no_python"],
         max_restarts=found["max_restarts"],
         master_port=port,
-        run_id=found["rdzv_id"],
+        run_id=str(uuid.uuid4()) if fresh else found["rdzv_id"],
         role=found["role"],
         log_dir=found["log_dir"],
         redirects=found["redirects"],
         tee=found["tee"],
-        local_ranks_filter=[int(part) for part in found["local_ranks_filter"].split(",") if part.strip()],
-        remarks=remarks,
+        local_ranks_filter=_local_ranks(found["local_ranks_filter"]),
+        node_rank=found["node_rank"],
+        rendezvous=_meeting(found, nnodes),
+        join_seconds=_join_seconds(found["rdzv_conf"]),
+        console_events=found["event_log_handler"] == "console",
+        filters=(words(found["duplicate_stdout_filters"]), words(found["duplicate_stderr_filters"])),
+        logs_specs=found["logs_specs"] or "",
+        numa_binding=found["numa_binding"] or "",
+        signals=signals(found["signals_to_handle"]),
+        shutdown_seconds=float(grace),
         options={name: found[name] for name in own},
     )
