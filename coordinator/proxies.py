@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import grpc.aio
@@ -37,8 +37,13 @@ def _way_out(job: Job) -> str:
     return "wait until it runs"
 
 
-async def execute(leader: Leader, requests: AsyncIterator[ExecInput]) -> AsyncIterator[ExecOutput]:
-    """Run a command beside a rank. Raises `UsageError`, `Conflict`, `Unavailable`, and what the worker raises."""
+async def execute(
+    leader: Leader, requests: AsyncIterator[ExecInput], *, started: Callable[[], Awaitable[None]]
+) -> AsyncIterator[ExecOutput]:
+    """Run a command beside a rank; ``started`` is called when its worker has let it in.
+
+    Raises `UsageError`, `Conflict`, `Unavailable`, and what the worker raises.
+    """
     inputs = aiter(requests)
     try:
         first = await anext(inputs)
@@ -59,6 +64,10 @@ async def execute(leader: Leader, requests: AsyncIterator[ExecInput]) -> AsyncIt
 
     async def forward() -> AsyncIterator[ExecInput]:
         yield first
+        await call.initial_metadata()
+        if call.done():
+            return
+        await started()
         async for message in inputs:
             yield message
 

@@ -295,7 +295,11 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         self, requests: AsyncIterator[worker_pb2.ExecInput], context: Any
     ) -> AsyncIterator[worker_pb2.ExecOutput]:
         leader = self._leading()
-        async for output in leader.streaming(proxies.execute(leader, requests)):
+
+        async def started() -> None:
+            await context.send_initial_metadata(())
+
+        async for output in leader.streaming(proxies.execute(leader, requests, started=started)):
             yield output
 
     async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[worker_pb2.FilePart]:

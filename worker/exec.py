@@ -7,18 +7,20 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from moorage.errors import Conflict, UsageError
+from moorage.errors import Conflict, MoorageError, UsageError
 from moorage.v1.worker_pb2 import ExecInput, ExecOutput
 from moorage.worker import pod_start, pod_user
 from moorage.worker.pod import Pod
 from moorage.worker.sandbox import oci
-from moorage.worker.sandbox.runc import Runc
+from moorage.worker.sandbox.runc import Runc, last_words
 
 _READ_BYTES = 64 << 10
+#: runc's exit code when it could not start the command. A command may end with it too; then runc logs no error.
+_RUNC_FAILED = 255
 _numbers = itertools.count(1)
 
 
@@ -44,15 +46,27 @@ def exec_process(pod: Pod, first: ExecInput) -> dict[str, Any]:
     )
 
 
-async def run(pod: Pod, first: ExecInput, inputs: AsyncIterator[ExecInput]) -> AsyncIterator[ExecOutput]:
-    """Run it: what it writes, then one message with its exit code.
+def not_started(words: str) -> int:
+    """The exit code that a shell would give for a command that runc, in these words, could not start: 127 for one that
+    is not there, 126 for one that cannot be executed; 0 if the words are about something else. Pure."""
+    if "executable file not found" in words or "no such file or directory" in words:
+        return 127
+    cannot = ("permission denied", "is a directory", "exec format error", "text file busy", "not a directory")
+    return 126 if any(reason in words for reason in cannot) else 0
+
+
+async def run(
+    pod: Pod, first: ExecInput, inputs: AsyncIterator[ExecInput], *, started: Callable[[], Awaitable[None]]
+) -> AsyncIterator[ExecOutput]:
+    """Run it: what it writes, then one message with its exit code. ``started`` is called when it was let in.
 
     Raises `Conflict` unless the pod runs: one that is being saved must not get processes whose pipes lead out of it.
     """
     if pod.record.phase != "running":
         raise Conflict(f"{pod.label} is {pod.record.phase}", "try again when it runs")
-    runc = Runc(root=pod.node.runc_root, runc=pod.node.runc, criu=pod.node.criu, log=pod.folder / "exec.log")
     number = next(_numbers)
+    said = pod.folder / f"exec-{number}.log"
+    runc = Runc(root=pod.node.runc_root, runc=pod.node.runc, criu=pod.node.criu, log=said)
     pod.sessions[number] = " ".join(first.command)[:80]
     spec = pod.folder / f"exec-{number}.json"
     process: asyncio.subprocess.Process | None = None
@@ -66,19 +80,33 @@ async def run(pod: Pod, first: ExecInput, inputs: AsyncIterator[ExecInput]) -> A
             env=runc.environment(),
         )
         pod.log.info("exec session", command=pod.sessions[number])
+        await started()
         feeding = asyncio.create_task(_feed(process, first, inputs))
         try:
             async for output in _outputs(process):
                 yield output
-            yield ExecOutput(exited=True, exit_code=_exit_code(await process.wait()))
+            code = _exit_code(await process.wait())
+            if code == _RUNC_FAILED and (words := last_words(await asyncio.to_thread(_read, said))):
+                code = not_started(words)
+                if not code:
+                    raise MoorageError(f"{first.command[0]} was not started: {words}")
+            yield ExecOutput(exited=True, exit_code=code)
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
     finally:
         if process is not None and process.returncode is None:
             await _kill(process)
-        spec.unlink(missing_ok=True)
+        for path in (spec, said):
+            path.unlink(missing_ok=True)
         del pod.sessions[number]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
 
 
 def _exit_code(code: int) -> int:

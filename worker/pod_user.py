@@ -93,6 +93,9 @@ def command_paths(spec: JobSpec) -> list[str]:
         where = f"in image {spec.image}" if spec.image else "on this node"
         path = spec.env.get("PATH", DEFAULT_PATH)
         hint = "give its path" if "/" in spec.command[0] else f"PATH is {path}; give its path or set PATH with --env"
+        if "/" in spec.command[0] and (there := _at(spec, root, "")).exists():
+            what, hint = ("is a folder", "name a program") if there.is_dir() else ("is not executable", "chmod +x it")
+            raise UsageError(f"command {spec.command[0]} {what}", hint)
         raise UsageError(f"command {spec.command[0]} does not exist {where}", hint)
     return list(dict.fromkeys(map(str, _with_targets(found, root))))
 
@@ -105,12 +108,17 @@ def _find(spec: JobSpec, root: Path) -> Path | None:
         folders = [folder for folder in spec.env.get("PATH", DEFAULT_PATH).split(":") if folder]
     for folder in folders:
         inside = Path(spec.working_directory or "/", folder, name)
-        # Joined by hand: an absolute path would throw the root away.
-        if shutil.which(str(root / str(inside).lstrip("/"))):
+        if shutil.which(str(_at(spec, root, folder))):
             return inside
-        if spec.image and (root / str(inside).lstrip("/")).is_symlink():
+        if spec.image and _at(spec, root, folder).is_symlink():
             return inside  # an absolute link that leads nowhere outside the image may well lead somewhere in it
     return None
+
+
+def _at(spec: JobSpec, root: Path, folder: str) -> Path:
+    """Where the command would lie on this host if it lay in ``folder``."""
+    # Joined by hand: an absolute path would throw the root away.
+    return root / str(Path(spec.working_directory or "/", folder, spec.command[0])).lstrip("/")
 
 
 def _with_targets(found: Path, root: Path) -> Iterator[Path]:

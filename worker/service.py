@@ -97,7 +97,12 @@ class WorkerService(WorkerServicer):
         _bind(first.fence)
         await self._agent.admit(first.fence)
         pod = self._agent.find(first.fence.job, first.fence.incarnation, first.fence.pod)
-        async for output in exec_session.run(pod, first, inputs):
+
+        async def started() -> None:
+            # The caller sends no more before it knows: a call that is refused while it sends loses the reason.
+            await context.send_initial_metadata(())
+
+        async for output in exec_session.run(pod, first, inputs, started=started):
             yield output
 
     async def Pull(self, request: worker_pb2.PullPodRequest, context: Any) -> AsyncIterator[worker_pb2.FilePart]:

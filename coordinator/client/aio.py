@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,8 +29,8 @@ from moorage.coordinator.client.models import (
     PruneInfo,
     StatusInfo,
 )
-from moorage.coordinator.client.spec import IF_EXISTS, choice, job_spec, torchrun_spec
-from moorage.errors import AttemptAborted, Conflict, MoorageError, NotFound, by_name
+from moorage.coordinator.client.spec import IF_EXISTS, check_text, choice, job_spec, torchrun_spec
+from moorage.errors import AttemptAborted, Conflict, MoorageError, NotFound, UsageError, by_name
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2, worker_pb2
 
@@ -194,20 +195,43 @@ class AsyncJob:
     async def _committed(
         self, method: str, request: Any, progress: Callable[[AttemptInfo], None] | None
     ) -> CheckpointInfo:
-        reply = await self._connection.call(method, request)
+        try:
+            reply = await self._connection.call(method, request)
+        except Conflict:
+            if not await self._has_begun():
+                raise
+            reply = await self._connection.call(method, request)
         attempt = await self.attempt(reply.attempt, progress=progress)
         if attempt.phase != "committed":
             kind = by_name(attempt.error_kind) if attempt.error_kind else AttemptAborted
-            raise kind(f"checkpoint of {self.id} was not made: {attempt.reason or attempt.phase}", attempt.hint)
+            raise kind(
+                f"checkpoint of {(await self.status()).name} was not made: {attempt.reason or attempt.phase}",
+                attempt.hint,
+            )
         for checkpoint in await self._client.checkpoints(self.id):
             if checkpoint.id == attempt.checkpoint:
                 return checkpoint
         raise NotFound(f"checkpoint {attempt.checkpoint} was committed and is already gone", "raise --keep-last")
 
+    async def _has_begun(self) -> bool:
+        """Wait for a job that is about to run: whoever has just started it need not. Returns whether it runs.
+
+        One that waits for room is not waited for longer than for a coordinator.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as limit:
+                async for job in self.watch():
+                    if job.phase not in {"pending", "starting", "restoring"}:
+                        return job.phase in {"running", "checkpointing"}
+                    now = asyncio.get_running_loop().time()
+                    limit.reschedule(now + self._connection.patience if job.phase == "pending" else None)
+        return False
+
     async def checkpoint(self, *, progress: Callable[[AttemptInfo], None] | None = None) -> CheckpointInfo:
         """Checkpoint the job; it runs on. Returns when the checkpoint is committed.
 
-        Raises `Refused` (something cannot be saved), `AttemptAborted`, `Conflict` (not running).
+        A job that is about to run is waited for. Raises `Refused` (something cannot be saved), `AttemptAborted`,
+        `Conflict` (not running).
         """
         request = pb.CheckpointRequest(job=self.id, request_id=request_id())
         return await self._committed("Checkpoint", request, progress)
@@ -298,10 +322,18 @@ class AsyncJob:
         stdin: AsyncIterator[bytes] | None = None,
         output: Callable[[bytes, bool], None] | None = None,
     ) -> int:
-        """Run a command in the pod of a rank; returns its exit code. ``output(data, is_stderr)`` gets its output."""
+        """Run a command in the pod of a rank; returns its exit code, as a shell would: 127 for a command that is not
+        there, 126 for one that cannot be executed. ``output(data, is_stderr)`` gets its output."""
+        if rank < 0:
+            raise UsageError(f"there is no rank {rank}", "ranks count from 0")
+        for text in command:
+            check_text("the command", text)
 
         async def requests() -> AsyncIterator[worker_pb2.ExecInput]:
             yield worker_pb2.ExecInput(fence=worker_pb2.Fence(job=self.id), command=list(command), rank=rank)
+            await call.initial_metadata()  # a call that is refused while it is written to loses the reason
+            if call.done():
+                return
             if stdin is not None:
                 async for data in stdin:
                     yield worker_pb2.ExecInput(stdin=data)

@@ -63,6 +63,10 @@ class Connection:
                 await line.channel.close(None)
 
     @property
+    def patience(self) -> float:
+        return self._patience
+
+    @property
     def what(self) -> str:
         return f"coordinator {', '.join(self._targets)}"
 

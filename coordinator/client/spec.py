@@ -17,6 +17,8 @@ IF_EXISTS = {
     "resume": types_pb2.IF_EXISTS_RESUME,
     "replace": types_pb2.IF_EXISTS_REPLACE,
 }
+#: Bytes. runc and the first program of a pod need about half of it.
+LEAST_MEMORY = 16 << 20
 # Variables of the submitting shell that a job expects and that name nothing of the submitting machine.
 _CARRIED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
 
@@ -26,6 +28,22 @@ def choice(table: Mapping[str, int], value: str, flag: str) -> int:
     if value not in table:
         raise UsageError(f"{flag} {value!r} does not exist", f"use one of {', '.join(table)}")
     return table[value]
+
+
+def check_text(what: str, text: str) -> None:
+    """Raises `UsageError` for a text that cannot travel: bytes from the command line that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = text.encode(errors="surrogateescape")
+        raise UsageError(f"{what} is not valid UTF-8: {shown!r}", "put such bytes into a file or a script") from None
+
+
+def _folder(working_directory: str | None) -> str:
+    try:
+        return str(Path(working_directory or Path.cwd()).absolute())
+    except FileNotFoundError:
+        raise UsageError("the working directory does not exist any more", "go to one that does") from None
 
 
 def mount(text: str) -> types_pb2.Mount:
@@ -102,14 +120,27 @@ def job_spec(
         ("--gpus-per-pod", gpus_per_pod, 0),
         ("--checkpoint-every", checkpoint_every, 0),
         ("--hang-timeout", hang_timeout, 0),
+        ("--cpus", cpus, 0),
     ):
         if value < least:
             raise UsageError(f"{flag} {value:g} is too small", f"the least is {least}")
     after_failure = choice(ON_FAILURE, on_failure, "--on-failure")
     if max_restarts == 0:
         after_failure = types_pb2.ON_FAILURE_FAIL  # on the wire, 0 restarts are no limit
-    folder = str(Path(working_directory or Path.cwd()).absolute())
+    if 0 < memory_bytes < LEAST_MEMORY:
+        raise UsageError(
+            f"--memory of {memory_bytes} bytes is too small", f"no pod starts with less than {LEAST_MEMORY >> 20}MiB"
+        )
+    folder = _folder(working_directory)
     variables = {key: os.environ[key] for key in _CARRIED if key in os.environ} | dict(env or {})
+    for what, texts in (
+        ("the command", command),
+        ("--env", [text for pair in variables.items() for text in pair]),
+        ("the working directory", [folder]),
+        ("--mount", mounts := list(mounts)),
+    ):
+        for text in texts:
+            check_text(what, text)
     return types_pb2.JobSpec(
         name=name,
         pods=pods,

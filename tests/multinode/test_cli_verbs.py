@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from moorage.errors import Conflict, DeadlineExceeded
+from moorage.errors import Conflict, DeadlineExceeded, UsageError
 from tests.support.cluster import DevCluster
 from tests.support.shell import COMMAND, Shell
 
@@ -76,6 +76,9 @@ def test_the_life_of_a_job_from_a_shell(shell: Shell, live: Path, tmp_path: Path
     assert {(piece["rank"], piece["text"]) for piece in shell.lines("logs", "digits")} >= {(0, "rank 0 of 2\n")}
 
     # Beside a rank.
+    for rank in ("-1", "9"):
+        assert f"no rank {rank}" in shell.refused(UsageError, "exec", "digits", "--rank", rank, "--", "cat")
+    assert "not found" in shell("exec", "digits", "--", "no-such-program", code=127).stderr
     done = shell("exec", "digits", "--rank", "1", "--", "sh", "-c", "cat; echo $RANK; exit 7", given="in\n", code=7)
     assert done.stdout == "in\n1\n"
     pulled = shell.json("pull", "digits", "--to", "pulled")

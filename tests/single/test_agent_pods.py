@@ -98,6 +98,10 @@ def test_a_command_runs_inside_the_pod_with_the_ranks_environment(rig: WorkerRig
             )
             assert (out, errors, code) == ("hello blue 0\n", "no\n", 7)
             assert "pod" not in (await _exec(orders, "inside", "/bin/ls", str(rig.folder)))[0]
+            for command, code in (("no-such", 127), ("/no/such", 127), ("/etc/passwd", 126), ("/tmp", 126)):
+                assert (await _exec(orders, "inside", command))[2] == code
+            assert (await _exec(orders, "inside", "/bin/sh", "-c", "exit 255"))[2] == 255
+            assert not [path.name for path in rig.pod_folder("inside").glob("exec-*")]
             with pytest.raises(Exception, match="rank 5 is not in pod 0"):
                 call = orders.stub.Exec(
                     iter([worker_pb2.ExecInput(fence=orders.fence("inside"), command=["x"], rank=5)])

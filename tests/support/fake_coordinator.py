@@ -93,6 +93,8 @@ class Servicer:
         self._note("WatchJob", request)
         while True:
             changed, job = self.changed, self._job(request.job)
+            if job.phase == "starting":
+                asyncio.get_running_loop().call_later(0.05, self.change, job, "running")
             over = job.over  # it may change while the message goes out
             yield job
             if over:
@@ -102,7 +104,7 @@ class Servicer:
     async def _attempt(self, method: str, request: Any, after: str = "") -> pb.AttemptReply:
         self._note(method, request)
         job = self._job(request.job)
-        if job.over:
+        if job.over or job.phase in ("pending", "starting", "parked"):
             raise Conflict(f"job {job.spec.name} is {job.phase}")
         committed = self.attempt.phase == "committed"
         if committed:

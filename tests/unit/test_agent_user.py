@@ -65,6 +65,14 @@ def test_a_command_that_does_not_exist_is_named(command: list[str]) -> None:
         command_paths(JobSpec(command=command))
 
 
+def test_a_command_that_cannot_be_executed_is_said_to_be_there(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    with pytest.raises(UsageError, match=r"\./plain is not executable"):
+        command_paths(JobSpec(command=["./plain"], working_directory=str(tmp_path)))
+    with pytest.raises(UsageError, match="/tmp is a folder"):
+        command_paths(JobSpec(command=["/tmp"]))
+
+
 def test_a_job_without_a_command_is_refused() -> None:
     with pytest.raises(UsageError, match="has no command"):
         command_paths(JobSpec(name="x"))

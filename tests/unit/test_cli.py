@@ -20,7 +20,7 @@ import yaml
 
 from moorage.cli import main as command
 from moorage.cli.options import config_file, global_flags
-from moorage.errors import Unavailable
+from moorage.errors import MoorageError, Unavailable, UsageError
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2, worker_pb2
 from tests.support.fake_coordinator import FakeCoordinator
@@ -200,7 +200,7 @@ def test_every_verb_on_a_job_has_a_dry_run_that_changes_nothing(
     coordinator: FakeCoordinator, run: Run, verb: str
 ) -> None:
     coordinator.state.add("j")
-    done = run(verb, "j", "--dry-run", "-o", "json")
+    done = run(verb, "j", *(["--to", "a"] if verb == "move" else []), "--dry-run", "-o", "json")
     plan = done.json()
     assert isinstance(plan, dict) and (done.code, plan["would"], plan["job"]) == (0, verb, "id-j")
     assert {method for method, _ in coordinator.state.requests} == {"GetJob"}
@@ -209,7 +209,7 @@ def test_every_verb_on_a_job_has_a_dry_run_that_changes_nothing(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["checkpoint", "x"], ["park", "x"], ["move", "x"], ["restore", "x"], ["stop", "x"], ["wait", "x"],
+        ["checkpoint", "x"], ["park", "x"], ["move", "x", "--to", "a"], ["restore", "x"], ["stop", "x"], ["wait", "x"],
         ["show", "x"], ["events", "x"], ["logs", "x"], ["pull", "x"], ["checkpoints", "x"], ["inspect", "x"],
         ["check", "x"], ["pin", "x"], ["unpin", "x"], ["exec", "x", "--", "true"],
     ],
@@ -508,3 +508,30 @@ def test_a_reader_that_goes_away_is_no_error(coordinator: FakeCoordinator) -> No
 
 def test_the_version_is_printed(run: Run) -> None:
     assert run("--version").out.startswith("moorage 0.")
+
+
+def test_text_that_cannot_travel_and_limits_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("moorage"))]
+
+    def said(*arguments: bytes | str, shell: str = "", cwd: Path = tmp_path) -> tuple[int, str]:
+        line = [*command, *arguments] if not shell else ["sh", "-c", shell.format(*command)]
+        done = subprocess.run(line, cwd=cwd, capture_output=True, check=False)
+        return done.returncode, done.stderr.decode()
+
+    for arguments, words in (
+        (("run", "--env", b"X=\xff", "--", "true"), "--env is not valid UTF-8"),
+        (("run", "--", "printf", b"\xff"), "the command is not valid UTF-8"),
+        (("run", "--cpus", "-1", "--", "true"), "--cpus -1 is too small"),
+        (("run", "--memory", "1", "--", "true"), "--memory"),
+        (("move", "j"), "no node is named"),
+        (("dev", "up", "--lease", "0s", "--dry-run"), "--lease 0s is too short"),
+    ):
+        code, text = said(*arguments)
+        assert code == UsageError.exit_code and words in text and "Traceback" not in text, text
+    for shell, code, words in (
+        ("mkdir gone; cd gone; rmdir ../gone; {} run -- true", UsageError.exit_code, "does not exist any more"),
+        ("{} --version >/dev/full", MoorageError.exit_code, "cannot be written"),
+        ("{} --version >&-", 0, ""),
+    ):
+        assert said(shell=shell)[0] == code
+        assert words in said(shell=shell)[1] and "Traceback" not in said(shell=shell)[1]

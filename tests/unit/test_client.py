@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from moorage import AsyncClient, Client
-from moorage.errors import AttemptAborted, Conflict, MoorageError, NotFound, Refused, Unavailable
+from moorage.errors import AttemptAborted, Conflict, MoorageError, NotFound, Refused, Unavailable, UsageError
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import worker_pb2
 from tests.support.fake_coordinator import FakeCoordinator
@@ -51,6 +51,21 @@ def test_a_job_is_run_checkpointed_moved_and_waited_for(coordinator: FakeCoordin
     assert job.stop(checkpoint=True).phase == "stopped"
     assert coordinator.asked("Stop")[0].checkpoint
     assert [found.id for found in client.jobs(all=True)] == [job.id] and client.jobs() == []
+
+
+def test_a_job_that_was_just_started_is_waited_for_and_one_without_room_is_not_for_ever(
+    coordinator: FakeCoordinator,
+) -> None:
+    with Client(config=coordinator.config, patience=0.2) as client:
+        job = client.torchrun("train.py")
+        coordinator.state.change(coordinator.state.jobs[job.id], "starting")
+        assert job.checkpoint().id == "c-1"
+        for phase in ("pending", "parked"):
+            coordinator.state.change(coordinator.state.jobs[job.id], phase)
+            with pytest.raises(Conflict, match=f"is {phase}"):
+                job.park()
+        with pytest.raises(UsageError, match="no rank -1"):
+            job.exec(["true"], rank=-1)
 
 
 def test_waiting_ends_with_the_jobs_exit_code_though_the_coordinator_was_away(

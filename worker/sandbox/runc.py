@@ -221,6 +221,7 @@ def last_words(log: str) -> str:
             words = str(entry.get("msg", ""))
             for preamble in (
                 "runc run failed: ",
+                "exec failed: ",
                 "unable to start container process: ",
                 "error during container init: ",
             ):

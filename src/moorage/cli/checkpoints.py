@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
 from moorage.cli.options import CheckpointArgument, DryRun, Output, client, output_format
@@ -13,6 +14,8 @@ from moorage.errors import CorruptData
 
 if TYPE_CHECKING:
     from moorage.coordinator.client.models import CheckInfo
+
+_SHOWN = 20  # errors of a check
 
 COLUMNS = [
     ("checkpoint", lambda c: c.id),
@@ -69,7 +72,14 @@ def check(
             update("reading", state.bytes_done / state.bytes_total if state.bytes_total else None)
 
         result = api.check(checkpoint, read_data=read_data, progress=show)
-    write(result, form)
+    if form == "table":
+        write({**msgspec.structs.asdict(result), "errors": len(result.errors)}, form)
+        for error in result.errors[:_SHOWN]:
+            remark(error)
+        if len(result.errors) > _SHOWN:
+            remark(f"and {len(result.errors) - _SHOWN} more: --output json shows them all")
+    else:
+        write(result, form)
     if result.errors:
         raise CorruptData(f"checkpoint {checkpoint}: {result.errors[0]}", "restore another one: `moorage checkpoints`")
 

@@ -77,13 +77,15 @@ def park(job: JobArgument, dry_run: DryRun = False, output: Output = None) -> No
 
 def move(
     job: JobArgument,
-    to: Annotated[str, typer.Option("--to", metavar="NODE,...", help="Where to (default: moorage chooses).")] = "",
+    to: Annotated[str, typer.Option("--to", metavar="NODE,...", help="Where to.")] = "",
     dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
     """Checkpoint a job and restore it on other nodes."""
     form = output_format(output)
     nodes = [node for node in to.split(",") if node]
+    if not nodes:
+        raise UsageError("no node is named to move to", "moorage move JOB --to NODE,...")
     with client() as api, progress(f"moving {job}") as update:
         found = api.job(job)
         if dry_run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -13,6 +14,9 @@ from moorage import __version__
 from moorage.cli import checkpoints, cluster, fleet, jobs, launch, store, top, torchrun
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
+
+#: Why a file or device takes no output.
+_NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class _ReaderGone(Exception):
@@ -102,8 +106,20 @@ for _store_command in (store.new_key, store.rotate_key):
     stores.command()(_store_command)
 
 
+def _open_closed() -> None:
+    """Give the standard streams that the caller closed (``>&-``) to nobody, before a file of ours gets their number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
+            if null != number:
+                os.close(null)
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command and exit."""
+    _open_closed()
     try:
         # Not standalone: a mistake in the command line must end with moorage's own code, not with a job's (2).
         code = app(args=arguments, prog_name="moorage", standalone_mode=False)
@@ -120,6 +136,12 @@ def main(arguments: list[str] | None = None) -> Any:
         # The reader of our output went away (`moorage events X | head`): nothing to say, and nowhere to say it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        if error.filename is not None or error.errno not in _NOT_WRITTEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.stderr.write(f"moorage: the output cannot be written: {error.strerror}\n")
+        sys.exit(MoorageError.exit_code)
     except Exception as error:
         # The parser's own errors: their class is click's or typer's copy of click, depending on typer's release.
         describe = getattr(error, "format_message", None)
