@@ -315,10 +315,13 @@ class RestoreRequest(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    IF_INCOMPATIBLE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     checkpoint: _builtins.str
     """empty: the newest"""
     request_id: _builtins.str
+    if_incompatible: _types_pb2.IfIncompatible.ValueType
+    """unspecified: as the job's policy says"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """empty: the coordinator chooses"""
@@ -330,10 +333,11 @@ class RestoreRequest(_message.Message):
         checkpoint: _builtins.str = ...,
         nodes: _abc.Iterable[_builtins.str] | None = ...,
         request_id: _builtins.str = ...,
+        if_incompatible: _types_pb2.IfIncompatible.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "job", b"job", "nodes", b"nodes", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "if_incompatible", b"if_incompatible", "job", b"job", "nodes", b"nodes", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -536,6 +540,7 @@ class Node(_message.Message):
     CORDON_REASON_FIELD_NUMBER: _builtins.int
     DRIVER_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_JSON_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     address: _builtins.str
     live: _builtins.bool
@@ -551,6 +556,8 @@ class Node(_message.Message):
     """of the GPUs; empty without one"""
     slots: _builtins.int
     """most pods; 0: no limit"""
+    fingerprint_json: _builtins.str
+    """moorage.compat.NodeFingerprint"""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -575,10 +582,11 @@ class Node(_message.Message):
         cordon_reason: _builtins.str = ...,
         driver: _builtins.str = ...,
         slots: _builtins.int = ...,
+        fingerprint_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cpus", b"cpus", "driver", b"driver", "gpus", b"gpus", "jobs", b"jobs", "labels", b"labels", "live", b"live", "memory_bytes", b"memory_bytes", "node", b"node", "pods", b"pods", "ready", b"ready", "slots", b"slots", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "cordon_reason", b"cordon_reason", "cordoned", b"cordoned", "cpus", b"cpus", "driver", b"driver", "fingerprint_json", b"fingerprint_json", "gpus", b"gpus", "jobs", b"jobs", "labels", b"labels", "live", b"live", "memory_bytes", b"memory_bytes", "node", b"node", "pods", b"pods", "ready", b"ready", "slots", b"slots", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1491,3 +1499,123 @@ class RemoveNodeReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemoveNodeReply: _TypeAlias = RemoveNodeReply  # noqa: Y015
+
+@_typing.final
+class CompatRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    node: _builtins.str
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+        node: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompatRequest: _TypeAlias = CompatRequest  # noqa: Y015
+
+@_typing.final
+class PodFit(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POD_FIELD_NUMBER: _builtins.int
+    LINES_FIELD_NUMBER: _builtins.int
+    pod: _builtins.int
+    @_builtins.property
+    def lines(self) -> _containers.RepeatedCompositeFieldContainer[_worker_pb2.FitLine]: ...
+    def __init__(
+        self,
+        *,
+        pod: _builtins.int = ...,
+        lines: _abc.Iterable[_worker_pb2.FitLine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lines", b"lines", "pod", b"pod"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PodFit: _TypeAlias = PodFit  # noqa: Y015
+
+@_typing.final
+class CompatReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    FITS_FIELD_NUMBER: _builtins.int
+    PODS_FIELD_NUMBER: _builtins.int
+    checkpoint: _builtins.str
+    node: _builtins.str
+    fits: _builtins.bool
+    @_builtins.property
+    def pods(self) -> _containers.RepeatedCompositeFieldContainer[Global___PodFit]: ...
+    def __init__(
+        self,
+        *,
+        checkpoint: _builtins.str = ...,
+        node: _builtins.str = ...,
+        fits: _builtins.bool = ...,
+        pods: _abc.Iterable[Global___PodFit] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "fits", b"fits", "node", b"node", "pods", b"pods"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompatReply: _TypeAlias = CompatReply  # noqa: Y015
+
+@_typing.final
+class JobFinding(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POD_FIELD_NUMBER: _builtins.int
+    NODE_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    pod: _builtins.int
+    node: _builtins.str
+    @_builtins.property
+    def refusal(self) -> _worker_pb2.Refusal: ...
+    def __init__(
+        self,
+        *,
+        pod: _builtins.int = ...,
+        node: _builtins.str = ...,
+        refusal: _worker_pb2.Refusal | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["refusal", b"refusal"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "pod", b"pod", "refusal", b"refusal"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobFinding: _TypeAlias = JobFinding  # noqa: Y015
+
+@_typing.final
+class ExamineJobReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobFinding]: ...
+    def __init__(
+        self,
+        *,
+        findings: _abc.Iterable[Global___JobFinding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExamineJobReply: _TypeAlias = ExamineJobReply  # noqa: Y015

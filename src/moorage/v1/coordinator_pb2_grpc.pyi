@@ -74,6 +74,10 @@ class CoordinatorStub:
     """called with the certificate that a token holds"""
     RemoveNode: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.NodeRef, _coordinator_pb2.RemoveNodeReply]
     """it left: its certificates and its access are revoked"""
+    CheckCompat: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.CompatRequest, _coordinator_pb2.CompatReply]
+    """would a checkpoint run on a node?"""
+    ExamineJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRef, _coordinator_pb2.ExamineJobReply]
+    """what of a job cannot be saved; nothing is touched"""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -118,6 +122,10 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """called with the certificate that a token holds"""
     RemoveNode: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.NodeRef, _coordinator_pb2.RemoveNodeReply]  # type: ignore[assignment]
     """it left: its certificates and its access are revoked"""
+    CheckCompat: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.CompatRequest, _coordinator_pb2.CompatReply]  # type: ignore[assignment]
+    """would a checkpoint run on a node?"""
+    ExamineJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRef, _coordinator_pb2.ExamineJobReply]  # type: ignore[assignment]
+    """what of a job cannot be saved; nothing is touched"""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -339,5 +347,21 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.RemoveNodeReply, _abc.Awaitable[_coordinator_pb2.RemoveNodeReply]]:
         """it left: its certificates and its access are revoked"""
+
+    @_abc_1.abstractmethod
+    def CheckCompat(
+        self,
+        request: _coordinator_pb2.CompatRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.CompatReply, _abc.Awaitable[_coordinator_pb2.CompatReply]]:
+        """would a checkpoint run on a node?"""
+
+    @_abc_1.abstractmethod
+    def ExamineJob(
+        self,
+        request: _coordinator_pb2.JobRef,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ExamineJobReply, _abc.Awaitable[_coordinator_pb2.ExamineJobReply]]:
+        """what of a job cannot be saved; nothing is touched"""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

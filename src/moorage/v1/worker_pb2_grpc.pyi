@@ -65,6 +65,10 @@ class WorkerStub:
     Pull: _grpc.UnaryStreamMultiCallable[_worker_pb2.PullPodRequest, _worker_pb2.FilePart]
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeReply]
     """the node's doctor"""
+    ExaminePod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ExamineRequest, _worker_pb2.ExamineReply]
+    """Look at a living pod without touching it: what cannot be saved, and what a restore elsewhere would need."""
+    CheckFit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FitRequest, _worker_pb2.FitReply]
+    """has this node all that a pod needs?"""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -100,6 +104,10 @@ class WorkerAsyncStub(WorkerStub):
     Pull: _aio.UnaryStreamMultiCallable[_worker_pb2.PullPodRequest, _worker_pb2.FilePart]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeReply]  # type: ignore[assignment]
     """the node's doctor"""
+    ExaminePod: _aio.UnaryUnaryMultiCallable[_worker_pb2.ExamineRequest, _worker_pb2.ExamineReply]  # type: ignore[assignment]
+    """Look at a living pod without touching it: what cannot be saved, and what a restore elsewhere would need."""
+    CheckFit: _aio.UnaryUnaryMultiCallable[_worker_pb2.FitRequest, _worker_pb2.FitReply]  # type: ignore[assignment]
+    """has this node all that a pod needs?"""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -222,5 +230,21 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DescribeReply, _abc.Awaitable[_worker_pb2.DescribeReply]]:
         """the node's doctor"""
+
+    @_abc_1.abstractmethod
+    def ExaminePod(
+        self,
+        request: _worker_pb2.ExamineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ExamineReply, _abc.Awaitable[_worker_pb2.ExamineReply]]:
+        """Look at a living pod without touching it: what cannot be saved, and what a restore elsewhere would need."""
+
+    @_abc_1.abstractmethod
+    def CheckFit(
+        self,
+        request: _worker_pb2.FitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FitReply, _abc.Awaitable[_worker_pb2.FitReply]]:
+        """has this node all that a pod needs?"""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
