@@ -14,7 +14,7 @@ from moorage.barrier.client import EtcdClient
 from moorage.barrier.crl import Publisher
 from moorage.barrier.election import Leadership
 from moorage.config import CoordinatorConfig
-from moorage.coordinator import attempt_orders, orders, planner, watch_pods
+from moorage.coordinator import attempt_orders, fit, orders, planner, watch_pods
 from moorage.coordinator.audit import Audit
 from moorage.coordinator.capacity import NOTHING, Need, need_of
 from moorage.coordinator.checkpoints import Checkpoints
@@ -196,7 +196,7 @@ class Leader:
         self._watchers[record.node] = self.spawn(watch_pods.watch_node(self, record.node), f"pods of {record.node}")
 
     def plan(self, job: Job | None, **options: Any) -> list[str]:
-        """A node for each pod of ``job``. Raises `NoCapacity`, `NotFound`."""
+        """A node for each pod of ``job``. Raises `NoCapacity`, `NotFound`, `Incompatible`."""
         assert job is not None
         return self.plan_for(job.spec, without=job.id, prefer=job.state.nodes, **options)
 
@@ -209,8 +209,9 @@ class Leader:
         exclude: Sequence[str] = (),
         prefer: Sequence[str] = (),
         seats: Sequence[str] = (),
+        misfits: fit.Misfits | None = None,
     ) -> list[str]:
-        """A node for each pod of ``spec``, as the nodes stand now. Raises `NoCapacity`, `NotFound`."""
+        """A node for each pod of ``spec``, as the nodes stand now. Raises `NoCapacity`, `NotFound`, `Incompatible`."""
         used = self.used(without=without)
         places = [
             planner.Place(
@@ -238,6 +239,7 @@ class Leader:
             exclude=list(exclude),
             prefer=list(prefer),
             seats=list(seats),
+            misfits=misfits or {},
         )
         return planner.place(wish, places)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from moorage.barrier import clock
-from moorage.coordinator import counters
+from moorage.coordinator import counters, fit
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.instructions import Alarm, Fence, Finish, Kill, Load, Order, Place, Release
 from moorage.coordinator.machine.state import Seat, Target
 from moorage.coordinator.workers import NodeGone
-from moorage.errors import Fenced, MoorageError, NoCapacity, NotFound, Unavailable
+from moorage.errors import Fenced, Incompatible, MoorageError, NoCapacity, NotFound, Unavailable
 from moorage.v1 import worker_pb2
 from moorage.v1.types_pb2 import JobSpec
 
@@ -102,15 +102,19 @@ async def place(leader: Leader, job: Job, order: Place) -> None:
     told = ""
     while True:
         seen = leader.nodes.changed.rung
+        plan = job.state.bringup
+        misfits = await fit.of_checkpoint(leader, plan.checkpoint) if plan is not None and plan.checkpoint else {}
         try:
             on, wanted = ((), order.on) if order.exact else (order.on, ())
-            names = leader.plan(job, on=on, seats=wanted, exclude=order.exclude)
+            names = leader.plan(job, on=on, seats=wanted, exclude=order.exclude, misfits=misfits)
             leader.promise(job, names)
             break
-        except (NoCapacity, NotFound) as error:
+        except (NoCapacity, NotFound, Incompatible) as error:
             if str(error) != told:
                 told = str(error)
-                job.post(ev.Unplaceable(time=time.time(), of=order, reason=told))
+                reason, hint = (error.message, error.hint) if isinstance(error, Incompatible) else (told, "")
+                kind = "Incompatible" if isinstance(error, Incompatible) else ""
+                job.post(ev.Unplaceable(time=time.time(), of=order, reason=reason, error_kind=kind, hint=hint))
         await leader.nodes.changed.wait(seen, 5.0)
     records = [leader.nodes.live[name] for name in names]
     seats = tuple(Seat(r.node, float(r.lease_seconds), r.lease_kept) for r in records)

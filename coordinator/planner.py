@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from moorage.coordinator.capacity import UNBOUNDED, Need
-from moorage.errors import NoCapacity, NotFound
+from moorage.errors import Incompatible, NoCapacity, NotFound
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be placed. ``on``: only these nodes, as asked for now; ``allowed``: only these, by the job's spec.
 
     ``exclude``: nodes that have just failed. ``prefer``: where pod 0, 1, … ran last, taken when all
-    else is equal. ``seats``: the node of each pod as a drain planned it, taken if that can be.
+    else is equal. ``seats``: the node of each pod as a drain planned it, taken if that can be. ``misfits``: (pod, node)
+    and why that pod's checkpoint cannot be restored there.
     """
 
     pods: int
@@ -55,6 +56,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     exclude: Sequence[str] = ()
     prefer: Sequence[str] = ()
     seats: Sequence[str] = ()
+    misfits: Mapping[tuple[int, str], str] = {}
 
     @property
     def need(self) -> Need:
@@ -68,7 +70,8 @@ def place(wish: Wish, places: Iterable[Place]) -> list[str]:
     Spreads pods over the nodes with the fewest pods; several pods share a node when there are fewer nodes than pods, or
     too few GPUs elsewhere. Every pod gets ``gpus_per_pod`` GPUs of its node for itself.
 
-    Raises `NotFound` for a named node that is not there, `NoCapacity` with the reason when there is no placement.
+    Raises `NotFound` for a named node that is not there, `Incompatible` when the checkpoint does not fit a node that is
+    named now, or none of those that are left, and `NoCapacity` with the reason when there is no placement.
     """
     live = {p.node: p for p in places}
     named = tuple(dict.fromkeys(wish.on or wish.allowed))
@@ -82,6 +85,9 @@ def place(wish: Wish, places: Iterable[Place]) -> list[str]:
             f"the job may run on {', '.join(wish.allowed)} only, not on {', '.join(outside)}",
             "choose among the nodes that it was submitted with",
         )
+    for node in dict.fromkeys(wish.on):
+        if why := _unfit(wish, node):
+            raise Incompatible(f"the checkpoint does not fit node {node}: {why}", _COMPAT.format(node=node))
     usable = [live[node] for node in named] if named else sorted(live.values(), key=lambda p: p.node)
     usable = _sift(wish, usable)
     return _as_planned(wish, usable) or _spread(wish, usable)
@@ -90,8 +96,8 @@ def place(wish: Wish, places: Iterable[Place]) -> list[str]:
 def _as_planned(wish: Wish, places: list[Place]) -> list[str]:
     """The seats that were planned; empty if there are none, or one of them cannot be had."""
     free = {p.node: p.room for p in places}
-    for node in wish.seats:
-        if node not in free or not wish.need.fits(free[node]):
+    for pod, node in enumerate(wish.seats):
+        if node not in free or (pod, node) in wish.misfits or not wish.need.fits(free[node]):
             return []
         free[node] -= wish.need
     return list(wish.seats) if len(wish.seats) == wish.pods else []
@@ -115,7 +121,21 @@ def _sift(wish: Wish, places: list[Place]) -> list[Place]:
         raise NoCapacity(
             f"no node is left: {_nodes([p.node for p in ready])} failed", "moorage events says why each one failed"
         )
-    return fresh
+    fitting = [p for p in fresh if not _unfit(wish, p.node)]
+    if not fitting:
+        told = "; ".join(f"{p.node}: {_unfit(wish, p.node)}" for p in fresh)
+        raise Incompatible(f"the checkpoint fits no node that is left ({told})", _COMPAT.format(node="NODE"))
+    return fitting
+
+
+#: What to do about a checkpoint that does not fit.
+_COMPAT = "`moorage compat CHECKPOINT {node}` prints every rule; --if-incompatible cold-start begins from nothing"
+
+
+def _unfit(wish: Wish, node: str) -> str:
+    """Why no pod at all can be restored on the node; empty if one can."""
+    why = [wish.misfits.get((pod, node), "") for pod in range(wish.pods)]
+    return why[0] if all(why) else ""
 
 
 def _spread(wish: Wish, places: list[Place]) -> list[str]:
@@ -126,7 +146,11 @@ def _spread(wish: Wish, places: list[Place]) -> list[str]:
     need = wish.need
     chosen: list[str] = []
     for pod in range(wish.pods):
-        fits = [node for node in order if need.fits(free[node])]
+        room = [node for node in order if need.fits(free[node])]
+        fits = [node for node in room if (pod, node) not in wish.misfits]
+        if room and not fits:
+            told = "; ".join(f"{node}: {wish.misfits[pod, node]}" for node in room)
+            raise Incompatible(f"pod {pod} fits no node that is left ({told})", _COMPAT.format(node="NODE"))
         if not fits:
             raise _no_room(wish, places, free)
         last = wish.prefer[pod] if pod < len(wish.prefer) else ""

@@ -12,21 +12,22 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import structlog
 
 from moorage import __version__, roles, rpc
 from moorage.config import CoordinatorConfig
-from moorage.coordinator import events, joining, logs, proxies, submit, views
+from moorage.coordinator import events, fit, joining, logs, proxies, submit, views
 from moorage.coordinator.job import Job
 from moorage.coordinator.leader import Leader
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.state import job_of
 from moorage.coordinator.service_fleet import FleetService
 from moorage.coordinator.workers import NodeGone
-from moorage.errors import NotFound, Unavailable, UsageError
+from moorage.errors import Conflict, Incompatible, NotFound, Unavailable, UsageError
 from moorage.store import CheckResult
 from moorage.v1 import coordinator_pb2 as pb
-from moorage.v1 import worker_pb2
+from moorage.v1 import types_pb2, worker_pb2
 from moorage.v1.coordinator_pb2_grpc import CoordinatorServicer
 
 log = structlog.get_logger(__name__)
@@ -127,6 +128,7 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         if not nodes:
             raise UsageError("no node is named to move to", "moorage move JOB --to NODE,...")
         leader.plan(job, on=nodes)
+        leader.plan(job, on=nodes, misfits=await fit.of_running(leader, job, nodes))
         asked = ev.MoveAsked(time=time.time(), request=_id(request), trace=rpc.trace.get(), nodes=nodes)
         return await self._attempt(request.job, asked)
 
@@ -143,7 +145,17 @@ class CoordinatorService(FleetService, CoordinatorServicer):
             record = await leader.checkpoints.get(request.checkpoint)
             if record.job != job.id:
                 raise UsageError(f"checkpoint {request.checkpoint} is of job {record.job}, not of {job.id}")
-        leader.plan(job, on=tuple(request.nodes))
+        cold_start = {
+            types_pb2.IF_INCOMPATIBLE_FAIL: False,
+            types_pb2.IF_INCOMPATIBLE_COLD_START: True,
+        }.get(request.if_incompatible)
+        checkpoint = request.checkpoint or job.state.base or job.state.latest
+        misfits = await fit.of_checkpoint(leader, checkpoint) if checkpoint else {}
+        try:
+            leader.plan(job, on=tuple(request.nodes), misfits=misfits)
+        except Incompatible:
+            if not (job.state.policy.cold_start if cold_start is None else cold_start):
+                raise
         await job.ask(
             ev.RestoreAsked(
                 time=time.time(),
@@ -151,6 +163,7 @@ class CoordinatorService(FleetService, CoordinatorServicer):
                 trace=rpc.trace.get(),
                 checkpoint=request.checkpoint,
                 nodes=tuple(request.nodes),
+                cold_start=cold_start,
             )
         )
         return self._shown(job)
@@ -210,6 +223,35 @@ class CoordinatorService(FleetService, CoordinatorServicer):
             stub.Describe, worker_pb2.DescribeRequest(), what=f"node {request.node}", timeout=60.0
         )
         return reply
+
+    # -- what would be
+
+    async def CheckCompat(self, request: pb.CompatRequest, context: Any) -> pb.CompatReply:
+        leader = self._leading()
+        checkpoint = await self._checkpoint(leader, request.checkpoint)
+        pods = await fit.fingerprints(leader, checkpoint)
+        if request.node not in leader.nodes.known:
+            raise NotFound(f"no node {request.node!r}", "moorage nodes lists all of them")
+        try:
+            verdicts = [await fit.ask(leader, request.node, msgspec.json.encode(pod)) for pod in pods]
+        except NodeGone as gone:
+            raise Unavailable(str(gone), "is its worker running?") from gone
+        return views.compat_message(checkpoint, request.node, verdicts)
+
+    async def ExamineJob(self, request: pb.JobRef, context: Any) -> pb.ExamineJobReply:
+        leader = self._leading()
+        job = self._job(request.job)
+        if not job.state.seats:
+            raise Conflict(f"job {job.state.name} is {job.state.phase}: no process of it runs", "look while it runs")
+        nodes = [seat.node for seat in job.state.seats]
+        replies = await asyncio.gather(*(fit.examine(leader, job, pod) for pod in range(job.state.pods)))
+        return pb.ExamineJobReply(
+            findings=[
+                pb.JobFinding(pod=pod, node=node, refusal=refusal)
+                for pod, (node, reply) in enumerate(zip(nodes, replies, strict=True))
+                for refusal in reply.refusals
+            ]
+        )
 
     # -- the store
 

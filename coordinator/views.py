@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from moorage.compat import Verdict
 from moorage.coordinator.checkpoints import Part
 from moorage.coordinator.job import Job
 from moorage.coordinator.machine.state import AttemptState, JobState, Queued, Seat
@@ -203,4 +204,18 @@ def node_message(
         cordon_reason=cordon.reason if cordon else "",
         driver=record.driver,
         slots=record.slots,
+        fingerprint_json=msgspec.json.encode(record.fingerprint).decode(),
+    )
+
+
+def compat_message(checkpoint: str, node: str, verdicts: list[Verdict]) -> pb.CompatReply:
+    """How a node stands to a checkpoint, by pod."""
+    return pb.CompatReply(
+        checkpoint=checkpoint,
+        node=node,
+        fits=all(verdict.fits for verdict in verdicts),
+        pods=[
+            pb.PodFit(pod=pod, lines=[worker_pb2.FitLine(**msgspec.structs.asdict(line)) for line in verdict.lines])
+            for pod, verdict in enumerate(verdicts)
+        ],
     )

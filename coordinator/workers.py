@@ -31,6 +31,8 @@ ORDERS = {
     "capture": ("CapturePod", 1800.0),
     "resume": ("ResumePod", 60.0),
     "finish": ("FinishPod", 1800.0),
+    "examine": ("ExaminePod", 300.0),
+    "fit": ("CheckFit", 600.0),
 }
 failpoints.declare(*(f"coordinator.order.{name}.{side}" for name in ORDERS for side in ("before", "after")))
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,16 @@ def command_line() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"exit-codes.md": exit_codes, "command-line.md": command_line}
+def compatibility() -> str:
+    """docs/compatibility.md"""
+    from moorage.compat import features, rules
+
+    head, _, tail = (DOCS.parent / "tools" / "pages" / "compatibility.md").read_text().partition("{{table}}\n")
+    unseen = " ".join(sorted(features.UNSEEN))
+    return head + rules.table() + tail.replace("{{unseen}}", textwrap.fill(unseen, 116))
+
+
+PAGES = {"exit-codes.md": exit_codes, "command-line.md": command_line, "compatibility.md": compatibility}
 
 
 def stale() -> list[str]:

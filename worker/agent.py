@@ -14,19 +14,24 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+import msgspec
 import structlog
 
-from moorage.errors import Conflict, MoorageError, NotFound, Unavailable
+from moorage.compat import job_from
+from moorage.errors import Conflict, MoorageError, NotFound, Unavailable, UsageError
 from moorage.v1 import types_pb2, worker_pb2
 from moorage.worker import (
     agent_adopt,
     attempt,
+    fit,
     pod_end,
     pod_fence,
+    pod_fingerprint,
     pod_guard,
     pod_record,
     pod_staging,
     pod_start,
+    preflight_pod,
     restore,
 )
 from moorage.worker.agent_hub import PodKey
@@ -298,6 +303,28 @@ class Agent:
         status.reason = await pod_end.finish(pod) or status.reason
         await self._remove(pod)
         return worker_pb2.PodReply(status=status)
+
+    async def examine(self, request: worker_pb2.ExamineRequest) -> worker_pb2.ExamineReply:
+        """Look at a pod and touch nothing. Beside its orders: it does not wait for them."""
+        fence = request.fence
+        await self.admit(fence)
+        pod = self.find(fence.job, fence.incarnation, fence.pod)
+        found = await preflight_pod.look(pod)
+        data = b""
+        if request.fingerprint:
+            label = pod.spec.labels.get("model", "")
+            seen = await asyncio.to_thread(pod_fingerprint.scan, [] if pod.gone else pod.processes(), label=label)
+            data = msgspec.json.encode(await asyncio.to_thread(pod_fingerprint.build, pod, seen))
+        return worker_pb2.ExamineReply(refusals=attempt.refusals(found.objections), fingerprint=data)
+
+    async def fit(self, request: worker_pb2.FitRequest) -> worker_pb2.FitReply:
+        """How this node stands to what a pod needs. Raises `UsageError` for a fingerprint that is none."""
+        try:
+            job = job_from(msgspec.json.decode(request.fingerprint, type=dict[str, Any]))
+        except msgspec.DecodeError as error:
+            raise UsageError(f"this is no fingerprint: {error}") from None
+        found = await asyncio.to_thread(fit.verdict, self.node, job)
+        return worker_pb2.FitReply(lines=[worker_pb2.FitLine(**msgspec.structs.asdict(line)) for line in found.lines])
 
     def watch(self) -> AsyncIterator[types_pb2.PodStatus]:
         """All pods now, one empty status, then every change."""

@@ -32,6 +32,7 @@ NAMES: tuple[str, ...] = tuple(
         "worker.persist.images",
         "worker.persist.layer",
         "worker.persist.manifest",
+        "worker.restore.verify",
         "worker.restore.network",
         "worker.restore.fetch",
         "worker.restore.layers",

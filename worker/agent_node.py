@@ -12,6 +12,8 @@ import msgspec
 
 from moorage.barrier.client import EtcdClient
 from moorage.barrier.twophase import Attempts
+from moorage.compat import NodeFingerprint
+from moorage.compat.digests import Digests
 from moorage.config import WorkerConfig
 from moorage.errors import Fenced, MoorageError
 from moorage.records import IncarnationRecord, Keys
@@ -44,6 +46,8 @@ class Node:
     keys: Keys
     hub: Hub = field(default_factory=Hub)
     boot: str = field(default_factory=pod_record.boot_id)
+    fingerprint: NodeFingerprint = field(default_factory=NodeFingerprint)
+    digests: Digests = field(default_factory=Digests)
 
     @property
     def cpus(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterable
 
 from moorage.barrier import clock
 from moorage.barrier.decision import Step
@@ -24,6 +25,7 @@ from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
 from moorage.worker.pod_steps import Timings, all_ended, timed
+from moorage.worker.preflight import Objection
 
 #: How long a frozen pod waits for the acknowledgement of what it sent, in seconds.
 _DRAIN_SECONDS = 0.2
@@ -61,10 +63,15 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
             _enter(pod, order)
     return worker_pb2.PrepareReply(
         status=pod.status(),
-        refusals=[worker_pb2.Refusal(what=o.what, why=o.why, cure=o.cure, kind=o.kind) for o in found.objections],
+        refusals=refusals(found.objections),
         bytes_needed=found.bytes_needed,
         bytes_free=found.bytes_free,
     )
+
+
+def refusals(objections: Iterable[Objection]) -> list[worker_pb2.Refusal]:
+    """What a preflight found, as messages."""
+    return [worker_pb2.Refusal(what=o.what, why=o.why, cure=o.cure, kind=o.kind) for o in objections]
 
 
 def _enter(pod: Pod, order: worker_pb2.AttemptOrder) -> None:

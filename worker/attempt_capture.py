@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 from moorage.errors import MoorageError
-from moorage.worker import attempt_layer, journal, pod_staging
+from moorage.worker import attempt_layer, journal, pod_fingerprint, pod_staging
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.messages import JOURNAL_FILE, GuardStatus
 from moorage.worker.layers import CaptureIndex, LayerCapture, mapped_shared_writable
@@ -77,10 +77,16 @@ async def _copy(pod: Pod, staging: Path, timings: Timings) -> tuple[int, LayerCa
         if (pod.folder / JOURNAL_FILE).exists():
             await asyncio.to_thread(journal.export, pod.folder / JOURNAL_FILE, staging / JOURNAL, end=journal_end)
 
-    _, captured, _ = await all_ended(
+    async def look() -> None:
+        if not pod.gone:
+            seen = await asyncio.to_thread(pod_fingerprint.scan, pids, label=pod.spec.labels.get("model", ""))
+            seen.save(staging)
+
+    _, captured, *_ = await all_ended(
         timed(timings, "dump", dump()),
         timed(timings, "layer", copy_layer()),
         timed(timings, "journal_copy", copy_journal()),
+        timed(timings, "look", look()),
     )
     return image_bytes, captured
 

@@ -26,6 +26,8 @@ from moorage import rpc
 from moorage.access import Gate
 from moorage.barrier import crl
 from moorage.barrier.client import EtcdClient
+from moorage.compat import NodeFingerprint, machine
+from moorage.compat.digests import Digests
 from moorage.config import WorkerConfig
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, UsageError
 from moorage.records import Keys, NodeRecord
@@ -105,6 +107,7 @@ class _Daemon:
         self._config = config
         self._session_id = secrets.token_hex(8)
         self._port = 0
+        self._fingerprint = NodeFingerprint()
         self._ready = True  # until doctor finds something that no pod can run without
 
     async def run(self) -> None:
@@ -123,7 +126,17 @@ class _Daemon:
         config = self._config
         keys = Keys(config.cluster)
         registration = Registration(etcd, keys, config.lease_seconds)
-        agent = Agent(Node(config=config, etcd=etcd, store=store, lease=registration, keys=keys))
+        self._fingerprint = await asyncio.to_thread(machine.look, config.node)
+        node = Node(
+            config=config,
+            etcd=etcd,
+            store=store,
+            lease=registration,
+            keys=keys,
+            fingerprint=self._fingerprint,
+            digests=Digests(Path(config.state) / "digests"),
+        )
+        agent = Agent(node)
         agent.load()
         server = rpc.aio_server(Gate(config.tls, log_refused))
         add_WorkerServicer_to_server(WorkerService(agent), server)
@@ -156,7 +169,13 @@ class _Daemon:
             await asyncio.gather(*tasks, looking, return_exceptions=True)
 
     def _record(self) -> NodeRecord:
-        return inventory.record(self._config, session=self._session_id, port=self._port, ready=self._ready)
+        return inventory.record(
+            self._config,
+            session=self._session_id,
+            port=self._port,
+            ready=self._ready,
+            fingerprint=self._fingerprint,
+        )
 
     async def _look_at_machine(self, registration: Registration) -> None:
         """Say so in the registration when the machine lacks something. Beside serving: pods that live must not wait."""

@@ -7,7 +7,10 @@ import platform
 import re
 from pathlib import Path
 
+import msgspec
+
 import moorage
+from moorage.compat import NodeFingerprint
 from moorage.config import WorkerConfig
 from moorage.records import NodeRecord
 
@@ -56,27 +59,15 @@ def driver(version: Path = _DRIVER_FILE) -> str:
     return found[1] if found else ""
 
 
-def fingerprint() -> dict[str, str]:
-    """What a checkpoint that is made here depends on: processor, kernel, architecture, moorage itself."""
-    first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    cpu = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in cpu.items()}
-    return {
-        "architecture": platform.machine(),
-        "kernel": platform.release(),
-        "cpu": fields.get("model name", ""),
-        "cpu_flags": fields.get("flags", fields.get("Features", "")),
-        "moorage": moorage.__version__,
-    }
-
-
 def endpoint(config: WorkerConfig, port: int) -> str:
     """The ``host:port`` under which others reach the worker: its own address, the port that it listens on."""
     host = f"[{config.address}]" if ":" in config.address else config.address
     return f"{host}:{port}"
 
 
-def record(config: WorkerConfig, *, session: str, port: int, ready: bool) -> NodeRecord:
+def record(
+    config: WorkerConfig, *, session: str, port: int, ready: bool, fingerprint: NodeFingerprint | None = None
+) -> NodeRecord:
     """This node's registration. ``session`` is random for each start, ``port`` the one that the server bound."""
     return NodeRecord(
         node=config.node,
@@ -95,4 +86,5 @@ def record(config: WorkerConfig, *, session: str, port: int, ready: bool) -> Nod
         lease_kept=True,
         driver=driver(),
         slots=config.slots,
+        fingerprint=msgspec.to_builtins(fingerprint or NodeFingerprint()),
     )

@@ -19,7 +19,7 @@ from moorage import failpoints
 from moorage.errors import AttemptAborted, MoorageError
 from moorage.records import Vote
 from moorage.store import Content, PodManifest, Writer, WriteStats
-from moorage.worker import attempt_layer, inventory, pod_staging
+from moorage.worker import attempt_layer, pod_fingerprint, pod_staging
 from moorage.worker.agent_failpoints import step
 from moorage.worker.attempt_capture import IMAGES, INDEX_FILE, JOURNAL
 from moorage.worker.guard.files import write_private
@@ -157,11 +157,15 @@ def _add_all(
         journal=journal,
         network={"external_address": pod.network.external_address, "node_address": pod.node.config.address},
         ranks=[msgspec.to_builtins(rank) for rank in staged.ranks],
-        fingerprint=inventory.fingerprint(),
+        fingerprint=msgspec.to_builtins(pod_fingerprint.build(pod, _seen(staged))),
         bytes_by_kind={kind: counted.total for kind, counted in writer.by_kind.items()},
         extra={"finished": staged.finished, "exit_code": record.exit_code},
     )
     return manifest, index, stats
+
+
+def _seen(staged: StagedCapture) -> pod_fingerprint.Seen:
+    return pod_fingerprint.Seen() if staged.finished else pod_fingerprint.Seen.load(Path(staged.staging))
 
 
 def image_kind(name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moorage.errors import CorruptData, MoorageError
 from moorage.store import Content, PodManifest
-from moorage.worker import attempt_capture, journal, pod_guard, pod_staging, pod_start, pod_user
+from moorage.worker import attempt_capture, fit, journal, pod_guard, pod_staging, pod_start, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.files import write_private
 from moorage.worker.guard.messages import JOURNAL_FILE, RankState
@@ -32,6 +32,9 @@ async def restore(pod: Pod) -> Timings:
     try:
         manifest = await asyncio.to_thread(pod.node.store.read_pod_manifest, pod.record.manifest)
         _check(pod, manifest)
+        async with step("worker.restore.verify"):
+            checkpoint = f"{manifest.job}-{manifest.attempt:04d}"
+            await timed(timings, "verify", asyncio.to_thread(fit.verify, pod.node, manifest, checkpoint))
         staging = await asyncio.to_thread(pod.staging, size_of(manifest))
         await asyncio.to_thread(_fetch_journal, pod, manifest)
         finished = bool(manifest.extra.get("finished"))

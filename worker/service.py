@@ -121,6 +121,13 @@ class WorkerService(WorkerServicer):
                     last=piece.last,
                 )
 
+    async def ExaminePod(self, request: worker_pb2.ExamineRequest, context: Any) -> worker_pb2.ExamineReply:
+        _bind(request.fence)
+        return await self._agent.examine(request)
+
+    async def CheckFit(self, request: worker_pb2.FitRequest, context: Any) -> worker_pb2.FitReply:
+        return await self._agent.fit(request)
+
     async def Describe(self, request: worker_pb2.DescribeRequest, context: Any) -> worker_pb2.DescribeReply:
         return worker_pb2.DescribeReply(findings=await asyncio.to_thread(_findings, self._agent))
 

@@ -20,16 +20,18 @@ from moorage.coordinator.client.models import (
     AttemptInfo,
     CheckInfo,
     CheckpointInfo,
+    CompatInfo,
     EventInfo,
     FindingInfo,
     Inspection,
+    JobFindingInfo,
     JobInfo,
     LogLine,
     NodeInfo,
     PruneInfo,
     StatusInfo,
 )
-from moorage.coordinator.client.spec import IF_EXISTS, check_text, choice, job_spec, torchrun_spec
+from moorage.coordinator.client.spec import IF_EXISTS, IF_INCOMPATIBLE, check_text, choice, job_spec, torchrun_spec
 from moorage.errors import AttemptAborted, Conflict, MoorageError, NotFound, UsageError, by_name
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2, worker_pb2
@@ -133,6 +135,11 @@ class AsyncClient(FleetCalls):
             raise MoorageError(f"the check of {_id(checkpoint)} ended without an answer")
         return last
 
+    async def compat(self, checkpoint: str | CheckpointInfo, node: str) -> CompatInfo:
+        """Whether a checkpoint can be restored on a node, rule by rule. Raises `NotFound`, `Unavailable`."""
+        request = pb.CompatRequest(checkpoint=_id(checkpoint), node=node)
+        return CompatInfo.of(await self.connection.call("CheckCompat", request, timeout=600))
+
     async def pin(self, checkpoint: str | CheckpointInfo, *, unpin: bool = False) -> CheckpointInfo:
         """Keep a checkpoint whatever ``--keep-last`` says, or no longer."""
         request = pb.PinRequest(checkpoint=_id(checkpoint), unpin=unpin)
@@ -195,12 +202,13 @@ class AsyncJob:
     async def _committed(
         self, method: str, request: Any, progress: Callable[[AttemptInfo], None] | None
     ) -> CheckpointInfo:
+        # Before it moves, the files that a job has mapped may have to be read, here and there.
         try:
-            reply = await self._connection.call(method, request)
+            reply = await self._connection.call(method, request, timeout=600)
         except Conflict:
             if not await self._has_begun():
                 raise
-            reply = await self._connection.call(method, request)
+            reply = await self._connection.call(method, request, timeout=600)
         attempt = await self.attempt(reply.attempt, progress=progress)
         if attempt.phase != "committed":
             kind = by_name(attempt.error_kind) if attempt.error_kind else AttemptAborted
@@ -250,11 +258,28 @@ class AsyncJob:
         await self._committed("Move", request, progress)
         return await self._running(before.incarnation)
 
-    async def restore(self, checkpoint: str | CheckpointInfo | None = None, *, on: Iterable[str] = ()) -> JobInfo:
-        """Bring the job back from a checkpoint (the newest), on these nodes. Returns when it runs."""
+    async def restore(
+        self,
+        checkpoint: str | CheckpointInfo | None = None,
+        *,
+        on: Iterable[str] = (),
+        if_incompatible: str | None = None,
+    ) -> JobInfo:
+        """Bring the job back from a checkpoint (the newest), on these nodes. Returns when it runs.
+
+        ``if_incompatible``: ``fail`` or ``cold-start``, in place of the job's policy. Raises `Incompatible`.
+        """
         before = await self.status()
-        request = pb.RestoreRequest(job=self.id, checkpoint=_id(checkpoint), nodes=list(on), request_id=request_id())
-        await self._connection.call("Restore", request)
+        request = pb.RestoreRequest(
+            job=self.id,
+            checkpoint=_id(checkpoint),
+            nodes=list(on),
+            request_id=request_id(),
+            if_incompatible=choice(IF_INCOMPATIBLE, if_incompatible, "--if-incompatible")  # type: ignore[arg-type]
+            if if_incompatible
+            else 0,
+        )
+        await self._connection.call("Restore", request, timeout=600)
         return await self._running(before.incarnation)
 
     async def _running(self, incarnation: int) -> JobInfo:
@@ -272,6 +297,11 @@ class AsyncJob:
                 or f"`moorage events {job.name}` says more, `moorage checkpoints {job.name}` which others there are",
             )
         return job
+
+    async def examine(self) -> list[JobFindingInfo]:
+        """What of the job cannot be saved now, with nothing touched; empty if all can. Raises `Conflict`."""
+        reply = await self._connection.call("ExamineJob", pb.JobRef(job=self.id), timeout=300)
+        return [JobFindingInfo.of(finding) for finding in reply.findings]
 
     async def stop(self, *, checkpoint: bool = False, grace: float = 10.0) -> JobInfo:
         """Stop the job, with ``checkpoint`` after a last one. Returns when no process of it is left."""

@@ -216,6 +216,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     cordon_reason: str = ""
     driver: str = ""
     slots: int = 0
+    fingerprint: msgspec.Raw = msgspec.Raw(b"{}")  # moorage.compat.NodeFingerprint as JSON
 
     @classmethod
     def of(cls, message: pb.Node) -> NodeInfo:
@@ -235,6 +236,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
             cordon_reason=message.cordon_reason,
             driver=message.driver,
             slots=message.slots,
+            fingerprint=msgspec.Raw((message.fingerprint_json or "{}").encode()),
         )
 
 
@@ -380,3 +382,56 @@ class StatusInfo(msgspec.Struct, frozen=True, kw_only=True):
             store=message.store,
             leading=message.leading,
         )
+
+
+class CompatLine(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node stands to one rule. ``state``: ok, differs, unused or not compared; ``pods``: those it is told of."""
+
+    rule: str
+    state: str
+    wanted: str
+    found: str
+    message: str
+    pods: list[int]
+
+
+class CompatInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The verdict on a checkpoint and a node. Pods to which the same applies share a line."""
+
+    checkpoint: str
+    node: str
+    fits: bool
+    lines: list[CompatLine]
+
+    @property
+    def misfits(self) -> list[CompatLine]:
+        """The lines that forbid a restore there."""
+        return [line for line in self.lines if line.state == "differs"]
+
+    @classmethod
+    def of(cls, message: pb.CompatReply) -> CompatInfo:
+        pods: dict[tuple[str, str, str, str, str], list[int]] = {}
+        for pod in message.pods:
+            for line in pod.lines:
+                key = (line.rule, line.state, line.wanted, line.found, line.message)
+                pods.setdefault(key, []).append(pod.pod)
+        lines = [
+            CompatLine(rule=rule, state=state, wanted=wanted, found=found, message=text, pods=numbers)
+            for (rule, state, wanted, found, text), numbers in pods.items()
+        ]
+        return cls(checkpoint=message.checkpoint, node=message.node, fits=message.fits, lines=lines)
+
+
+class JobFindingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing in a running job that cannot be saved, why, and the way out."""
+
+    pod: int
+    node: str
+    what: str
+    why: str
+    cure: str
+
+    @classmethod
+    def of(cls, message: pb.JobFinding) -> JobFindingInfo:
+        refusal = message.refusal
+        return cls(pod=message.pod, node=message.node, what=refusal.what, why=refusal.why, cure=refusal.cure)

@@ -16,9 +16,11 @@ from moorage.coordinator.client.models import (
     AttemptInfo,
     CheckInfo,
     CheckpointInfo,
+    CompatInfo,
     EventInfo,
     FindingInfo,
     Inspection,
+    JobFindingInfo,
     JobInfo,
     LogLine,
     NodeInfo,
@@ -171,6 +173,10 @@ class Client:
         """Verify that all that a checkpoint needs is in the store."""
         return self._loop.run(self._client.check(checkpoint, read_data=read_data, progress=progress))
 
+    def compat(self, checkpoint: str | CheckpointInfo, node: str) -> CompatInfo:
+        """Whether a checkpoint can be restored on a node, rule by rule."""
+        return self._loop.run(self._client.compat(checkpoint, node))
+
     def pin(self, checkpoint: str | CheckpointInfo, *, unpin: bool = False) -> CheckpointInfo:
         """Keep a checkpoint whatever ``--keep-last`` says, or no longer."""
         return self._loop.run(self._client.pin(checkpoint, unpin=unpin))
@@ -254,9 +260,19 @@ class Job:
         """Checkpoint the job and restore it on these nodes."""
         return self._loop.run(self._job.move(to, progress=progress))
 
-    def restore(self, checkpoint: str | CheckpointInfo | None = None, *, on: Iterable[str] = ()) -> JobInfo:
+    def restore(
+        self,
+        checkpoint: str | CheckpointInfo | None = None,
+        *,
+        on: Iterable[str] = (),
+        if_incompatible: str | None = None,
+    ) -> JobInfo:
         """Bring the job back from a checkpoint (the newest), on these nodes."""
-        return self._loop.run(self._job.restore(checkpoint, on=on))
+        return self._loop.run(self._job.restore(checkpoint, on=on, if_incompatible=if_incompatible))
+
+    def examine(self) -> list[JobFindingInfo]:
+        """What of the job cannot be saved now, with nothing touched."""
+        return self._loop.run(self._job.examine())
 
     def stop(self, *, checkpoint: bool = False, grace: float = 10.0) -> JobInfo:
         """Stop the job, with ``checkpoint`` after a last one."""

@@ -104,7 +104,14 @@ def _restore(t: Turn, event: RestoreAsked) -> None:
         raise _conflict(state, "restore")
     if not checkpoint:
         raise Conflict(f"job {state.name} has no checkpoint", "take one with moorage checkpoint while it runs")
-    plan = BringUp(cause="user", checkpoint=checkpoint, ordered=t.now, on=event.nodes, trace=event.trace or state.trace)
+    plan = BringUp(
+        cause="user",
+        checkpoint=checkpoint,
+        ordered=t.now,
+        on=event.nodes,
+        cold_start=event.cold_start,
+        trace=event.trace or state.trace,
+    )
     if running(t):
         attempt.leave(t, "the job is being restored")
     t.set(base=checkpoint, ended=0.0, exit_code=None, restarts=0, failures_in_row=0, failed_attempts=0)

@@ -45,14 +45,20 @@ def unplaceable(t: Turn, event: Unplaceable) -> None:
     plan = _current(t)
     if t.state.phase == "pending":
         t.set(reason=f"waits for nodes: {event.reason}")
-    elif plan.cause != "failure" or plan.exclude:
-        if plan.trouble:
-            give_up(t, f"{plan.trouble}; {event.reason}", plan.error_kind, plan.hint)
-        else:
-            give_up(t, event.reason, "NoCapacity")
-    elif not plan.waiting_since:
-        waiting = msgspec.structs.replace(plan, waiting_since=t.now)
-        t.set(bringup=waiting, reason=f"waits for nodes: {event.reason}")
+        return
+    unfit = event.error_kind == "Incompatible"
+    if not plan.exclude:
+        plan = msgspec.structs.replace(
+            plan, misfits=unfit, error_kind=event.error_kind or "NoCapacity", hint=event.hint
+        )
+    if plan.cause != "failure" or plan.exclude:
+        t.set(bringup=plan)
+        why = f"{plan.trouble}; {event.reason}" if plan.trouble else event.reason
+        give_up(t, why, plan.error_kind, plan.hint)
+        return
+    waiting = msgspec.structs.replace(plan, waiting_since=plan.waiting_since or t.now)
+    t.set(bringup=waiting, reason=f"waits for nodes: {event.reason}")
+    if not plan.waiting_since:
         t.say("restore.waiting", f"job {t.state.name} waits for a node: {event.reason}")
 
 
@@ -128,7 +134,8 @@ def retry(t: Turn, why: str, node: str, error_kind: str = "", hint: str = "") ->
 
 def patience_over(t: Turn) -> None:
     """No node has come."""
-    give_up(t, t.state.reason, "NoCapacity")
+    plan = _current(t)
+    give_up(t, t.state.reason, plan.error_kind or "NoCapacity", plan.hint)
 
 
 def give_up(t: Turn, why: str, error_kind: str = "", hint: str = "") -> None:
@@ -142,7 +149,8 @@ def give_up(t: Turn, why: str, error_kind: str = "", hint: str = "") -> None:
         t.set(base="")
         begin(t, BringUp(cause="failure", ordered=t.now, trace=plan.trace), f"{why}; restarts of torchrun go on anew")
         return
-    if plan.misfits and t.state.policy.cold_start and plan.checkpoint:
+    allowed = t.state.policy.cold_start if plan.cold_start is None else plan.cold_start
+    if plan.misfits and allowed and plan.checkpoint:
         t.set(base="")
         begin(t, BringUp(cause="failure", ordered=t.now, on=plan.on, trace=plan.trace), f"{why}; its owner allows that")
         return

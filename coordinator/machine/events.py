@@ -45,10 +45,14 @@ class StopAsked(Asked, frozen=True, kw_only=True):
 
 
 class RestoreAsked(Asked, frozen=True, kw_only=True):
-    """Go on from ``checkpoint`` (empty: the newest) on ``nodes`` (empty: anywhere)."""
+    """Go on from ``checkpoint`` (empty: the newest) on ``nodes`` (empty: anywhere).
+
+    ``cold_start``: whether to begin from nothing where the checkpoint does not fit; None: as the job's policy says.
+    """
 
     checkpoint: str = ""
     nodes: tuple[str, ...] = ()
+    cold_start: bool | None = None
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
@@ -113,10 +117,12 @@ class Placed(Answer, frozen=True, kw_only=True):
 
 
 class Unplaceable(Answer, frozen=True, kw_only=True):
-    """There is no placement now; ``reason`` is a sentence."""
+    """There is no placement now; ``reason`` is a sentence. ``error_kind`` Incompatible: because of what nodes have."""
 
     of: Place
     reason: str
+    error_kind: str = ""
+    hint: str = ""
 
 
 class Persisted(Answer, frozen=True, kw_only=True):

@@ -137,6 +137,7 @@ class BringUp(msgspec.Struct, frozen=True, kw_only=True):
     error_kind: str = ""  # its class in moorage.errors
     hint: str = ""  # the way out of it
     misfits: bool = False  # all failures so far: the checkpoint does not fit the node
+    cold_start: bool | None = None  # what is to follow then; None: what the policy says
     trace: str = ""
 
 

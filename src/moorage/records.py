@@ -14,7 +14,7 @@ Invariants that every writer keeps by comparing in the same transaction:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -164,6 +164,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     lease_kept: bool = False
     driver: str = ""  # of the GPUs
     slots: int = 0  # most pods; 0: no limit
+    fingerprint: dict[str, Any] = {}  # moorage.compat.NodeFingerprint
 
 
 class CordonRecord(msgspec.Struct, frozen=True, kw_only=True):

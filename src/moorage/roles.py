@@ -64,6 +64,8 @@ _COORDINATOR: Final[dict[str, Rule]] = {
     "CheckCheckpoint": Rule("job", "operate", audited=False),
     "PinCheckpoint": ACT,
     "InspectCheckpoint": Rule("data", "read"),
+    "CheckCompat": Rule("data", "read", audited=False),
+    "ExamineJob": Rule("data", "read", audited=False),
     "ReadLogs": Rule("data", "read"),
     "Pull": Rule("data", "read"),
     "Exec": Rule("data", "operate"),
@@ -78,7 +80,7 @@ _COORDINATOR: Final[dict[str, Rule]] = {
 }
 _WORKER: Final[tuple[str, ...]] = (
     "StartPod", "RestorePod", "ReleasePod", "KillPod", "PreparePod", "FreezePod", "SealPod", "CapturePod", "ResumePod",
-    "FinishPod", "WatchPods", "ReadLogs", "Exec", "Pull", "Describe",
+    "FinishPod", "WatchPods", "ReadLogs", "Exec", "Pull", "Describe", "ExaminePod", "CheckFit",
 )  # fmt: skip
 
 #: By full name of the method.

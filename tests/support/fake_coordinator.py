@@ -266,6 +266,19 @@ class Servicer:
             yield part
             await self._break_stream(number, context)
 
+    async def CheckCompat(self, request: pb.CompatRequest, context: Any) -> pb.CompatReply:
+        self._note("CheckCompat", request)
+        line = worker_pb2.FitLine(
+            rule="kernel", state="differs", wanted="6", found="5", message="the kernel is 5 there"
+        )
+        pods = [pb.PodFit(pod=pod, lines=[line]) for pod in range(2)]
+        return pb.CompatReply(checkpoint=request.checkpoint, node=request.node, fits=False, pods=pods)
+
+    async def ExamineJob(self, request: pb.JobRef, context: Any) -> pb.ExamineJobReply:
+        self._note("ExamineJob", request)
+        refusal = worker_pb2.Refusal(what="process 7", why="it is traced", cure="end the debugger")
+        return pb.ExamineJobReply(findings=[pb.JobFinding(pod=1, node="a", refusal=refusal)])
+
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:
         self._note("Status", request)
         return pb.StatusReply(cluster="test", leader="here", version="0", store="file:///s", leading=True)

@@ -417,6 +417,13 @@ class FakeNode(WorkerServicer):
 
     # -- the rest
 
+    async def ExaminePod(self, request: worker_pb2.ExamineRequest, context: Any) -> worker_pb2.ExamineReply:
+        await self._order("examine", request.fence)
+        return worker_pb2.ExamineReply(refusals=self.refusals)
+
+    async def CheckFit(self, request: worker_pb2.FitRequest, context: Any) -> worker_pb2.FitReply:
+        return worker_pb2.FitReply()
+
     async def WatchPods(self, request: worker_pb2.WatchPodsRequest, context: Any) -> AsyncIterator[types_pb2.PodStatus]:
         queue: asyncio.Queue[types_pb2.PodStatus] = asyncio.Queue()
         self._watchers.add(queue)

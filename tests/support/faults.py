@@ -149,6 +149,7 @@ JOURNEYS = [
         restored=True,
         together=4,
     ),
+    *_cases("coordinator.order.examine coordinator.order.fit", live.move, restored=True, together=2),
     *_cases("job.running-restoring", live.restore, restored=True),
     *_cases("job.bringup.loading-placing", live.restore_elsewhere("worker.restore.rebuild.before"), restored=True),
     *_cases("job.bringup.releasing-placing", live.restore_elsewhere("worker.release.thaw.before"), restored=True),
@@ -260,6 +261,7 @@ WORKERS_RESTORE = [
         " ".join(
             f"worker.{step}"
             for step in (
+                "restore.verify",
                 "restore.network",
                 "restore.fetch",
                 "restore.layers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moorage.coordinator.planner import Place, Wish, place
-from moorage.errors import NoCapacity, NotFound
+from moorage.errors import Incompatible, NoCapacity, NotFound
 
 
 def _nodes(*names: str, gpus: int = 0) -> list[Place]:
@@ -91,3 +91,25 @@ def test_planned_seats_are_taken_while_they_can_be_had() -> None:
     assert place(Wish(pods=3, seats=["a", "b", "a"]), places) == ["a", "b", "a"]
     assert place(Wish(pods=3, seats=["a", "a", "a"]), places) == ["a", "b", "a"]
     assert place(Wish(pods=2, seats=["a", "c"]), places) == ["a", "b"]
+
+
+def test_no_pod_goes_where_its_checkpoint_does_not_fit() -> None:
+    misfits = {(0, "a"): "kernel", (1, "a"): "kernel", (0, "b"): "driver"}
+    assert place(Wish(pods=2, misfits=misfits), _nodes("a", "b", "c")) == ["c", "b"]
+    assert place(Wish(pods=2, misfits=misfits, on=["b", "c"]), _nodes("a", "b", "c")) == ["c", "b"]
+    with pytest.raises(Incompatible, match="does not fit node a: kernel"):
+        place(Wish(pods=2, misfits=misfits, on=["a", "c"]), _nodes("a", "b", "c"))
+    with pytest.raises(Incompatible, match=r"fits no node that is left \(a: kernel\)"):
+        place(Wish(pods=2, misfits=misfits), _nodes("a"))
+    with pytest.raises(Incompatible, match=r"pod 0 fits no node that is left \(b: driver\)"):
+        place(Wish(pods=2, misfits=misfits), _nodes("a", "b"))
+
+
+def test_room_is_told_apart_from_fit() -> None:
+    misfits = {(0, "a"): "kernel"}
+    places = [Place(node="a", gpus=1), Place(node="b", gpus=1, gpus_used=1)]
+    # A node that fits and is full may become free: wait, rather than begin from nothing.
+    with pytest.raises(NoCapacity, match="0 GPUs are free"):
+        place(Wish(pods=1, gpus_per_pod=1, misfits=misfits), places)
+    with pytest.raises(NoCapacity, match="0 GPUs are free"):
+        place(Wish(pods=1, gpus_per_pod=1, misfits=misfits), [Place(node="b", gpus=1, gpus_used=1)])

@@ -284,6 +284,43 @@ def test_a_checkpoint_that_fits_no_node_is_given_up_only_if_its_owner_said_so() 
             assert (job.state.phase, job.state.base, job.state.latest) == ("running", "", "j-0001")
 
 
+def unfit(job: Player, time: float) -> None:
+    place = job.order(ins.Place)
+    reason = "the checkpoint fits no node that is left (b: the kernel is 5 there)"
+    job.do(ev.Unplaceable(time=time, of=place, reason=reason, error_kind="Incompatible", hint="see compat"))
+
+
+def test_an_automatic_restore_with_no_fitting_node_waits_for_one_then_parks_or_begins_anew_as_its_owner_said() -> None:
+    for cold in (False, True):
+        job = Player(cold_start=cold).run().save().lose("a")
+        unfit(job, 200.0)
+        assert job.state.phase == "restoring" and "the kernel is 5 there" in job.state.reason
+        (alarm,) = [o for o in resume(job.state) if isinstance(o, ins.Alarm)]
+        job.do(ev.AlarmRang(time=260.0, of=alarm))
+        assert job.state.phase == ("starting" if cold else "parking")
+        if not cold:
+            job.done(ins.Fence)
+            assert (job.state.phase, job.state.error_kind, job.state.hint) == ("parked", "Incompatible", "see compat")
+            assert "the kernel is 5 there" in job.state.reason and job.state.latest == "j-0001"
+
+
+def test_no_room_at_the_end_is_no_misfit() -> None:
+    job = Player(cold_start=True).run().save().lose("a")
+    unfit(job, 200.0)
+    job.do(ev.Unplaceable(time=210.0, of=job.order(ins.Place), reason="no node is live"))
+    (alarm,) = [o for o in resume(job.state) if isinstance(o, ins.Alarm)]
+    job.do(ev.AlarmRang(time=260.0, of=alarm))
+    assert (job.state.phase, job.state.error_kind) == ("parking", "NoCapacity")
+
+
+def test_whoever_asks_for_a_restore_may_say_otherwise_than_the_owner_did() -> None:
+    for owner, asked, phase in ((False, True, "starting"), (True, False, "parked"), (True, None, "starting")):
+        job = Player(cold_start=owner).run().do(ev.ParkAsked(time=1.0)).captured().stored().done(ins.Fence)
+        job.do(ev.RestoreAsked(time=2.0, cold_start=asked))
+        unfit(job, 3.0)
+        assert job.state.phase == phase
+
+
 def test_a_failed_job_waits_for_a_node_and_is_parked_when_none_comes() -> None:
     job = Player().run().save().lose("a")
     job.do(ev.Unplaceable(time=200.0, of=job.order(ins.Place), reason="no node is live"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -32,3 +34,19 @@ class Layer(msgspec.Struct, frozen=True):
     @property
     def merged(self) -> Path:
         return self.folder / "merged"
+
+
+def carried(layer: Layer, path: bytes) -> Path | None:
+    """Where ``path`` (from the layer's root) lies in the upper layer; None if it shows through from the lower one."""
+    upper = layer.upper
+    for part in path.split(b"/"):
+        upper = upper / os.fsdecode(part)
+        if not os.path.lexists(upper):
+            return None
+        with suppress(OSError):
+            if os.getxattr(upper, "trusted.overlay.redirect", follow_symlinks=False):
+                return upper
+        with suppress(OSError):
+            if os.getxattr(upper, "trusted.overlay.opaque", follow_symlinks=False) == b"y":
+                return upper
+    return upper

@@ -21,7 +21,7 @@ from moorage.worker.layers.capture import LayerCapture, capture
 from moorage.worker.layers.changes import Change, compare, sides_at
 from moorage.worker.layers.hostmounts import below, chain, check_working_directory, mount_of, needed, read_mounts
 from moorage.worker.layers.index import CaptureIndex
-from moorage.worker.layers.layer import ROOT, Layer
+from moorage.worker.layers.layer import ROOT, Layer, carried
 from moorage.worker.layers.overlay import is_mounted, mount_overlay, unmount_overlay
 from moorage.worker.layers.owner import Owner
 from moorage.worker.layers.parts import FilePiece, pieces_at, pieces_of_changes
@@ -180,6 +180,19 @@ class PodLayers:
                 for path in layer.hidden:
                     hide(layer, path)
                 mount_overlay(layer, crashed=crashed)
+
+    @property
+    def mountpoints(self) -> tuple[str, ...]:
+        """Where the pod has layers of its own, ``/`` first."""
+        return tuple(layer.mountpoint for layer in self._layers)
+
+    def carried(self, path: str) -> Path | None:
+        """Where a file of the pod lies in an upper layer, so that a checkpoint carries it; None if it is the host's.
+
+        What lies in a folder that the pod has moved or replaced as a whole counts as carried.
+        """
+        layer = self._layer_of(path)
+        return carried(layer, _relative(path, layer.mountpoint))
 
     def unmount(self) -> None:
         """Unmount all overlays, lazily if something still holds them. Idempotent."""

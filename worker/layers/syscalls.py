@@ -20,10 +20,13 @@ UMOUNT_NOFOLLOW: Final = 8
 RESOLVE_NO_XDEV: Final = 0x01
 RESOLVE_NO_SYMLINKS: Final = 0x04
 RESOLVE_BENEATH: Final = 0x08
+RESOLVE_IN_ROOT: Final = 0x10
 
 CLOCK_REALTIME_COARSE: Final = 5  # the clock that file systems take their stamps from
 
 _SYS_OPENAT2: Final = 437  # the same on every architecture
+_SYS_OPEN_TREE: Final = 428
+_OPEN_TREE_CLONE: Final = 1
 _SYS_SETGROUPS: Final = {"x86_64": 116, "aarch64": 159, "riscv64": 159, "ppc64le": 81, "s390x": 206}
 _FICLONE: Final = 0x40049409
 _RENAME_NOREPLACE: Final = 1
@@ -57,6 +60,20 @@ def open_beneath(name: str | bytes, flags: int, dir_fd: int, *, cross_mounts: bo
     how = _OpenHow(flags | os.O_CLOEXEC, 0, resolve)
     number, size = ctypes.c_long(_SYS_OPENAT2), ctypes.c_size_t(ctypes.sizeof(how))
     return _check(_libc.syscall(number, ctypes.c_int(dir_fd), os.fsencode(name), ctypes.byref(how), size), repr(name))
+
+
+def open_in_root(name: str, flags: int, dir_fd: int) -> int:
+    """Open ``name`` as if ``dir_fd`` were the root folder: no symlink and no ``..`` leads out of it."""
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT)
+    number, size = ctypes.c_long(_SYS_OPENAT2), ctypes.c_size_t(ctypes.sizeof(how))
+    return _check(_libc.syscall(number, ctypes.c_int(dir_fd), os.fsencode(name), ctypes.byref(how), size), repr(name))
+
+
+def open_without_mounts(folder: Path) -> int:
+    """A descriptor of ``folder`` below which nothing is seen that is mounted there, as an overlay's lower layer is."""
+    number, here = ctypes.c_long(_SYS_OPEN_TREE), ctypes.c_int(-100)
+    flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
+    return _check(_libc.syscall(number, here, os.fsencode(folder), flags), str(folder))
 
 
 def rename_new(source: str, target: str, dir_fd: int) -> None:

@@ -53,9 +53,14 @@ def status(output: Output = None) -> None:
 
 def doctor(
     node: Annotated[str, typer.Option("--node", help="Ask this node (default: look at this machine).")] = "",
+    job: Annotated[str, typer.Option("--job", help="What of this job cannot be saved now; exit code 204 if any.")] = "",
     output: Output = None,
 ) -> None:
     """What this machine or a node can and cannot do, and the way out; exit code 206 if something is missing."""
+    if job:
+        from moorage.cli.compat import examine
+
+        return examine(job, output_format(output))
     # This machine is looked at whatever state the configured files are in: a fresh one has none.
     form = output_format(output) if node else local_output_format(output)
     if node:

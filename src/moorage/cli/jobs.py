@@ -97,6 +97,9 @@ def restore(
     job: JobArgument,
     checkpoint: Annotated[str, typer.Option(help="Which checkpoint (default: the newest).")] = "",
     on: Annotated[str, typer.Option("--on", metavar="NODE,...", help="Where (default: moorage chooses).")] = "",
+    if_incompatible: Annotated[
+        str, typer.Option(help="fail or cold-start, where it fits no node (default: as the job was submitted).")
+    ] = "",
     dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
@@ -108,7 +111,7 @@ def restore(
         if dry_run:
             return _plan("restore", found.status(), form, checkpoint=checkpoint, on=nodes)
         update("restoring", None)
-        _moved(found.restore(checkpoint or None, on=nodes), form)
+        _moved(found.restore(checkpoint or None, on=nodes, if_incompatible=if_incompatible or None), form)
 
 
 def _moved(info: JobInfo, form: str) -> None:

@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from moorage import __version__
-from moorage.cli import checkpoints, cluster, fleet, jobs, launch, store, top, torchrun
+from moorage.cli import checkpoints, cluster, compat, fleet, jobs, launch, store, top, torchrun
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
 
@@ -90,6 +90,7 @@ for _command in (
     checkpoints.prune,
     checkpoints.pin,
     checkpoints.unpin,
+    compat.compat,
     cluster.status,
     cluster.doctor,
     cluster.coordinator,
