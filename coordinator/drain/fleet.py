@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moorage.compat import JobFingerprint, judge, node_from
 from moorage.coordinator.capacity import has, need_of
 from moorage.coordinator.drain import selector
-from moorage.coordinator.drain.model import Fits, JobView, NodeView, fits_anywhere
+from moorage.coordinator.drain.model import Fits, JobView, NodeView
 from moorage.errors import NotFound, UsageError
 from moorage.v1 import coordinator_pb2 as pb
 
@@ -54,8 +55,24 @@ def jobs(leader: Leader) -> list[JobView]:
 
 
 def fits(leader: Leader) -> Fits:
-    """Whether a job's state can be restored on a node."""
-    return getattr(leader, "fits", fits_anywhere)
+    """Whether what is known of a node suffices for the pods of a job, by the nodes that they run on now.
+
+    The files are compared when the job moves: to read them for every pair would take long.
+    """
+    known = {name: node_from(record.fingerprint) for name, record in leader.nodes.known.items()}
+
+    def reason(job: JobView, node: NodeView) -> str:
+        there = known.get(node.node)
+        for source in dict.fromkeys(job.seats):
+            here = known.get(source)
+            if here is None or there is None:
+                continue
+            verdict = judge(JobFingerprint(node=here, gpus=here.gpus[: job.need.gpus]), there)
+            if not verdict.fits:
+                return verdict.summary
+        return ""
+
+    return reason
 
 
 def choose(leader: Leader, choice: pb.NodeChoice) -> tuple[str, ...]:
