@@ -7,11 +7,8 @@ next coordinator takes the jobs up where this one left them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,10 +24,14 @@ from moorage.barrier.session import Session
 from moorage.config import CoordinatorConfig
 from moorage.coordinator.leader import Leader
 from moorage.coordinator.machine import Policies
+from moorage.coordinator.metrics import Metrics
 from moorage.coordinator.persist import LeadershipLost
 from moorage.coordinator.predecessor import Predecessor
 from moorage.coordinator.service import CoordinatorService
 from moorage.errors import Conflict, MoorageError, UsageError
+from moorage.observe.calls import Calls
+from moorage.observe.notify import notify
+from moorage.observe.watch import Watch
 from moorage.records import Keys
 from moorage.store import Store
 from moorage.v1.coordinator_pb2_grpc import add_CoordinatorServicer_to_server
@@ -87,19 +88,6 @@ async def _until_stopped(coordinator: Coordinator, stop: asyncio.Event) -> None:
         await asyncio.gather(running, stopping, return_exceptions=True)
 
 
-def notify(message: str) -> None:
-    """Tell the service manager, if there is one (``NOTIFY_SOCKET``), as sd_notify(3) does."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel,
-    ):
-        channel.connect("\0" + address[1:] if address.startswith("@") else address)
-        channel.sendall(message.encode())
-
-
 class Coordinator:
     """One coordinator process: `run` ends only when cancelled. ``port`` is set once it listens."""
 
@@ -111,6 +99,7 @@ class Coordinator:
         self._predecessor = predecessor
         self._keys = Keys(config.cluster)
         self.service = CoordinatorService(config)
+        self.metrics = Metrics(lambda: self.service.leader)
         self.port = 0
 
     async def run(self) -> None:
@@ -121,22 +110,34 @@ class Coordinator:
             config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=config.etcd.password()
         )
         async with etcd:
-            server = rpc.aio_server(Gate(config.tls, self.service.note))
+            server = rpc.aio_server(Gate(config.tls, self.service.note), Calls(self.metrics.registry))
             add_CoordinatorServicer_to_server(self.service, server)
             self.port = _bind(server, config)
             await server.start()
             notify("READY=1")
             log.info("serving", listen=config.listen, port=self.port, store=config.store)
             watching = asyncio.create_task(self._watch_leader(etcd))
+            watched = asyncio.create_task(
+                Watch(config.metrics, config.tls, self.metrics.registry, self._trouble).run(), name="watch"
+            )
             revocations = asyncio.create_task(crl.follow(etcd, self._keys, config.tls))
             try:
                 while True:
+                    if watched.done():
+                        watched.result()
                     await self._term(etcd, store)
             finally:
-                for task in (watching, revocations):
+                for task in (watching, revocations, watched):
                     task.cancel()
-                await asyncio.gather(watching, revocations, return_exceptions=True)
+                await asyncio.gather(watching, revocations, watched, return_exceptions=True)
                 await server.stop(_GRACE_SECONDS)
+
+    def _trouble(self) -> str:
+        """Why this coordinator is of no use now; empty if it leads, or knows who does."""
+        leader = self.service.leader
+        if leader is not None and not leader.leading:
+            return "it takes over"
+        return "" if leader is not None or self.service.leader_address else "nobody leads"
 
     async def _watch_leader(self, etcd: EtcdClient) -> None:
         while True:
@@ -169,7 +170,7 @@ class Coordinator:
 
     async def _lead(self, etcd: EtcdClient, store: Store, leadership: Leadership) -> None:
         await failpoints.hit("coordinator.take-up.before")
-        leader = Leader(self._config, etcd, store, leadership, self._policies)
+        leader = Leader(self._config, etcd, store, leadership, self._policies, told=self.metrics.told)
         self.service.leader = leader
         try:
             await leader.run()

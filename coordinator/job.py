@@ -149,6 +149,7 @@ class Job:
     def _tell(self, found: list[Instruction]) -> None:
         for record in found:
             if isinstance(record, Say):
+                self.leader.told(record)
                 self.log.info(record.sentence, kind=record.kind, incarnation=record.incarnation, attempt=record.attempt)
             elif isinstance(record, Commit):
                 self.leader.committed(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ from moorage.coordinator.drain.drains import Drains
 from moorage.coordinator.job import Job
 from moorage.coordinator.machine import JobState, Policies
 from moorage.coordinator.machine import events as ev
-from moorage.coordinator.machine.instructions import Order
+from moorage.coordinator.machine.instructions import Order, Say
 from moorage.coordinator.machine.state import decode
 from moorage.coordinator.nodes import Nodes
 from moorage.coordinator.persist import LeadershipLost, Persistence, read_generation
@@ -49,12 +49,14 @@ class Leader:
         store: Store,
         leadership: Leadership,
         policies: Policies | None = None,
+        told: Callable[[Say], None] = lambda say: None,
     ) -> None:
         self.config = config
         self.etcd = etcd
         self.store = store
         self.leadership = leadership
         self.policies = policies or Policies()
+        self.told = told  # gets every sentence of a job's story once it is written
         self.keys = Keys(config.cluster)
         self.nodes = Nodes(etcd, self.keys)
         self.workers = Workers(self.nodes, config.tls)

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,13 +29,17 @@ from moorage.compat import NodeFingerprint, machine
 from moorage.compat.digests import Digests
 from moorage.config import WorkerConfig
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, UsageError
+from moorage.observe.calls import Calls
+from moorage.observe.notify import notify
+from moorage.observe.registry import make
+from moorage.observe.watch import Watch
 from moorage.records import Keys, NodeRecord
 from moorage.roles import Attempt
 from moorage.runtime import doctor, programs
 from moorage.store import Store
 from moorage.store_settings import KEY_VARIABLE
 from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from moorage.worker import inventory
+from moorage.worker import inventory, metrics
 from moorage.worker.agent import Agent
 from moorage.worker.agent_node import Node
 from moorage.worker.agent_session import Registration
@@ -89,25 +92,13 @@ def locked(state: Path) -> Any:
         os.close(descriptor)
 
 
-def notify(message: str) -> None:
-    """Tell the service manager, if there is one (``NOTIFY_SOCKET``), as sd_notify(3) does."""
-    address = os.environ.get("NOTIFY_SOCKET", "")
-    if not address:
-        return
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel,
-    ):
-        channel.connect("\0" + address[1:] if address.startswith("@") else address)
-        channel.sendall(message.encode())
-
-
 class _Daemon:
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._session_id = secrets.token_hex(8)
         self._port = 0
         self._fingerprint = NodeFingerprint()
+        self._serving = False
         self._ready = True  # until doctor finds something that no pod can run without
 
     async def run(self) -> None:
@@ -138,7 +129,9 @@ class _Daemon:
         )
         agent = Agent(node)
         agent.load()
-        server = rpc.aio_server(Gate(config.tls, log_refused))
+        registry = make("worker", lambda: metrics.read(agent, registration, lambda: self._ready))
+        server = rpc.aio_server(Gate(config.tls, log_refused), Calls(registry))
+        watch = Watch(config.metrics, config.tls, registry, lambda: self._trouble(registration))
         add_WorkerServicer_to_server(WorkerService(agent), server)
         self._port = _bind(server, config)
         stopping = asyncio.create_task(stop.wait())
@@ -146,6 +139,7 @@ class _Daemon:
         registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
         tasks = [asyncio.create_task(registering, name="registration"), stopping]
         tasks.append(asyncio.create_task(crl.follow(etcd, keys, config.tls), name="revocations"))
+        tasks.append(asyncio.create_task(watch.run(), name="watch"))
         try:
             ready = asyncio.create_task(registration.first.wait())
             tasks.append(ready)
@@ -153,6 +147,7 @@ class _Daemon:
             if not stop.is_set():
                 await agent.adopt()
                 await server.start()
+                self._serving = True
                 tasks.append(asyncio.create_task(agent.refresh(), name="refresh"))
                 looking = asyncio.create_task(self._look_at_machine(registration), name="doctor")
                 notify("READY=1")
@@ -167,6 +162,14 @@ class _Daemon:
             for task in (*tasks, looking):
                 task.cancel()
             await asyncio.gather(*tasks, looking, return_exceptions=True)
+
+    def _trouble(self, registration: Registration) -> str:
+        """Why this worker is not ready; empty if it is."""
+        if not self._serving:
+            return "it does not serve yet"
+        if not registration.alive:
+            return "the node has no session in etcd"
+        return "" if self._ready else "the machine lacks something: moorage doctor"
 
     def _record(self) -> NodeRecord:
         return inventory.record(

@@ -64,6 +64,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tls: TlsFiles
     etcd: EtcdConfig
     state: str = DEFAULT_STATE
+    metrics: str = ""  # IP:PORT of /metrics, /healthz, /readyz; empty: none. Mutual TLS unless it is a loopback address
     lease_seconds: int = 10
     labels: dict[str, str] = {}
     slots: int = 0  # most pods on this node; 0: no limit but its GPUs, and the cores and memory that jobs ask for
@@ -83,6 +84,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     tls: TlsFiles
     etcd: EtcdConfig
     state: str = DEFAULT_STATE
+    metrics: str = ""  # IP:PORT of /metrics, /healthz, /readyz; empty: none. Mutual TLS unless it is a loopback address
     lease_seconds: int = 10
     store_settings: StoreSettings = StoreSettings()
     authority: str = ""  # folder of the cluster's authority: with it, machines can join by token

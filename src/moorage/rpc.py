@@ -102,12 +102,13 @@ class _Fresh:
         return configuration
 
 
-def aio_server(gate: Gate | None = None) -> grpc.aio.Server:
+def aio_server(gate: Gate | None = None, *first: grpc.aio.ServerInterceptor) -> grpc.aio.Server:  # type: ignore[type-arg]
     """A server whose handlers may raise `MoorageError` and read `principal`, `caller` and `trace`.
 
-    ``gate`` decides who may call what; without one every certificate of the authority may call everything.
+    ``gate`` decides who may call what; without one every certificate of the authority may call everything. ``first``:
+    interceptors that see a call before all else.
     """
-    return grpc.aio.server(interceptors=[_ServerInterceptor(gate)], options=_OPTIONS)
+    return grpc.aio.server(interceptors=[*first, _ServerInterceptor(gate)], options=_OPTIONS)
 
 
 def about(job: str, owner: str) -> None:

@@ -104,7 +104,7 @@ def _record(
             raise Conflict(f"{folder} is not empty", "name an empty or new folder: `dev down` removes it")
         RUN_FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        etcd, peer, coordinator = network.free_ports(3)
+        etcd, peer, coordinator, metrics = network.free_ports(4)
         cluster = Cluster(
             name=name,
             state=str(folder),
@@ -115,6 +115,7 @@ def _record(
             lease_seconds=lease_seconds,
             use_rto_max=use_rto_max,
             slots=slots,
+            metrics_port=metrics,
             default=default,
         )
         for _ in range(nodes):

@@ -31,6 +31,7 @@ RUN_FOLDER = Path("/run/moorage/dev")
 DEFAULT_FOLDER = Path("/var/lib/moorage/dev")
 DEFAULT_NAME = "dev"
 WORKER_PORT = 7400
+WORKER_METRICS_PORT = 7401
 FIRST_NODE_ADDRESS = 11  # .1 is the bridge
 
 
@@ -58,6 +59,7 @@ class Cluster(msgspec.Struct, kw_only=True):
     lease_seconds: int
     use_rto_max: bool = True
     slots: int = 0  # of each node
+    metrics_port: int = 0  # of the coordinator
     nodes: list[Node] = []
     next_number: int = 1
     default: bool = True  # `moorage` without further settings may use it

@@ -14,7 +14,7 @@ from moorage import trust
 from moorage.barrier import access
 from moorage.barrier.client import EtcdClient
 from moorage.config import ClientConfig, CoordinatorConfig, EtcdConfig, WorkerConfig, to_toml
-from moorage.dev.layout import Cluster, Node, write_atomically
+from moorage.dev.layout import WORKER_METRICS_PORT, Cluster, Node, write_atomically
 from moorage.dev.network import namespace_path
 from moorage.records import Keys
 from moorage.runtime import programs
@@ -89,6 +89,7 @@ def write_files(cluster: Cluster) -> None:
         etcd=_etcd(cluster, tls),
         state=str(cluster.folder / "coordinator"),
         authority=str(authority(cluster)),
+        metrics=f"{cluster.gateway}:{cluster.metrics_port}" if cluster.metrics_port else "",
         lease_seconds=cluster.lease_seconds,
     )
     write_atomically(cluster.folder / "coordinator" / "config.toml", to_toml(coordinator).encode())
@@ -115,6 +116,7 @@ def write_node_files(cluster: Cluster, node: Node) -> None:
         labels={"dev": cluster.name, "node": node.name},
         use_rto_max=cluster.use_rto_max,
         slots=cluster.slots,
+        metrics=f"{node.address}:{WORKER_METRICS_PORT}",
         uplink="eth0",
         runtime=str(programs.prefixes()[0]),
     )

@@ -1,0 +1,1 @@
+"""How daemons are watched: metrics for Prometheus, health, word to the service manager."""
