@@ -65,7 +65,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Cut:
-    """The rules. ``ranks``: all ranks of the job; ``seed`` decides between equals.
+    """The rules. ``seed`` decides between equals.
 
     Invariants:
 
@@ -120,7 +120,7 @@ class Cut:
     def orders(self, memory: Memory, picture: Picture, now: float) -> Orders:
         """Rules 1 and 2 for every rank that is behind; and creations that some members have, for the others."""
         orders: Orders = {}
-        pushing = now - memory.began < self.settings.pushing * self.settings.deadline
+        pushing = self.pushing(memory, now)
         for rank in picture.behind:
             if tickets := self.owed(picture, rank):
                 orders[rank] = tuple(tickets)
@@ -154,6 +154,10 @@ class Cut:
         """
         users = {picture.snapshots[rank].users.get(lane.communicator) for lane in picture.behind[rank]}
         return next((call.ticket for call in picture.snapshots[rank].held if call.thread in users), None)
+
+    def pushing(self, memory: Memory, now: float) -> bool:
+        """Whether rule 2 is in force: its guesses must end some time."""
+        return now - memory.began < self.settings.pushing * self.settings.deadline
 
     def slid(self, memory: Memory, picture: Picture, now: float) -> Held | None:
         """Rule 3. One held call, or None while there is still patience.

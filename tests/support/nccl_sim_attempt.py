@@ -16,6 +16,8 @@ from tests.support.nccl_sim_parts import Thread
 class Attempts(Nccl):
     """What the coordinator does. `World` has the rest."""
 
+    rounds_type: type[Rounds] = Rounds
+
     def __init__(self, cut: Callable[[int], Cut], pace: Pace, instants: list[int]) -> None:
         super().__init__()
         self.make_cut, self.pace = cut, pace
@@ -35,7 +37,7 @@ class Attempts(Nccl):
             return
         self.attempts += 1
         cut = self.make_cut(self.random.randrange(1 << 30))
-        self.rounds = Rounds(range(self.program.ranks), attempt=self.attempts, cut=cut, pace=self.pace)
+        self.rounds = self.rounds_type(range(self.program.ranks), attempt=self.attempts, cut=cut, pace=self.pace)
         self.tried.append(self.rounds)
         self.began.append((self.now, self._unequal()))
         self._send(self.rounds.start(self.now))

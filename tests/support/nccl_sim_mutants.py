@@ -3,114 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import msgspec
 
 from moorage.nccl_quiesce.cut import Cut, Memory, Orders
-from moorage.nccl_quiesce.gate import Gate
-from moorage.nccl_quiesce.model import Abort, Call, Creation, Lane, Plan, Snapshot
+from moorage.nccl_quiesce.model import Abort, Call, Lane, Plan, Snapshot
 from moorage.nccl_quiesce.picture import Held, Picture
-from tests.support.nccl_sim import World
-from tests.support.nccl_sim_parts import Op, Step, Thread
-
-# ---- counting
-
-
-class CountedAfterTheGate(World):
-    """A call is seen and counted only after it has passed the gate."""
-
-    class Gate(Gate):
-        def report(self, *arguments: Any, **named: Any) -> Snapshot:
-            entering, self.entering = self.entering, {}
-            try:
-                return super().report(*arguments, **named)
-            finally:
-                self.entering = entering
-
-    gate = Gate
-
-
-class GroupsInPieces(World):
-    """The parts of a group are handed to NCCL one by one, and held in between."""
-
-    def calls_of(self, step: Step) -> list[tuple[Op, ...]]:
-        return [step[1]] if step[2] else [(op,) for op in step[1]]
-
-
-class CapturesCounted(World):
-    """Calls under stream capture are counted and held like any other."""
-
-    def capture(self, thread: Thread, step: Step) -> bool:
-        thread.parts = [step[1]]
-        self.enter(thread)
-        return True
-
-    def begin(self, thread: Thread) -> None:
-        if thread.steps[thread.at][0] == "capture":
-            self.done(thread)
-        else:
-            super().begin(thread)
-
-
-class GraphsNotCounted(World):
-    """The launch of a graph is let in, but not counted as what it captured."""
-
-    def lanes_of(self, thread: Thread) -> dict[Lane, int]:
-        step = thread.steps[thread.at]
-        return {} if step[0] == "call" and step[2] else super().lanes_of(thread)
-
-
-class ShrinkCountedOverAll(World):
-    """A shrink waits for the members that it leaves out."""
-
-    def creations_of(self, step: Step) -> tuple[Creation, ...]:
-        creations = super().creations_of(step)
-        return tuple(msgspec.structs.replace(c, size=max(c.size, step[2])) for c in creations)
-
-
-class CountsGoWithTheHandle(World):
-    """A destroyed member takes its counts along."""
-
-    class Gate(Gate):
-        def destroy(self, communicator: str, member: int) -> None:
-            super().destroy(communicator, member)
-            for lane in [lane for lane in self.admitted if lane[:2] == (communicator, member)]:
-                del self.admitted[lane]
-
-    gate = Gate
-
-
-class CreationsComeThrough(World):
-    """A drain order does not stop creations from coming through."""
-
-    class Gate(Gate):
-        def stands(self, ticket: int) -> bool:
-            return False
-
-    gate = Gate
-
-
-class StreamsFillAgain(World):
-    """A drain order does not stop threads from submitting work to streams."""
-
-    def stops(self, thread: Thread) -> bool:
-        return False
-
-
-class Grudging(World):
-    """The gate that a thread found closed is not looked at again when the call is held."""
-
-    class Gate(Gate):
-        def settle(self, ticket: int, was_open: bool) -> bool:
-            phase, self.phase = self.phase, "open" if was_open else "cut"
-            try:
-                return super().settle(ticket, was_open)
-            finally:
-                self.phase = phase
-
-    gate = Gate
-
 
 # ---- needs
 
@@ -230,6 +128,13 @@ class AnyThreadPushed(Cut):
         return held[0].ticket if held else None
 
 
+class PushedForEver(Cut):
+    """Rule 2 is in force until the end."""
+
+    def pushing(self, memory: Memory, now: float) -> bool:
+        return True
+
+
 class NoSlide(Cut):
     """Rule 3 is missing."""
 
@@ -332,6 +237,13 @@ class NoGrowth(Cut):
         self.settings = msgspec.structs.replace(self.settings, growth=0.0)
 
 
+class NoPatience(Cut):
+    """Rule 3 does not wait until nothing has moved for a while."""
+
+    def patience(self, memory: Memory) -> float:
+        return 0.0
+
+
 # ---- ending
 
 
@@ -349,17 +261,6 @@ class NoDeadline(Cut):
         return None
 
 
-WORLDS: list[type[World]] = [
-    CountedAfterTheGate,
-    GroupsInPieces,
-    CapturesCounted,
-    GraphsNotCounted,
-    ShrinkCountedOverAll,
-    CountsGoWithTheHandle,
-    CreationsComeThrough,
-    StreamsFillAgain,
-    Grudging,
-]
 CUTS: list[type[Cut]] = [
     HeldRaisesNeed,
     OwnCountsOnly,
@@ -374,6 +275,7 @@ CUTS: list[type[Cut]] = [
     AnyCallOwed,
     NobodyPushed,
     AnyThreadPushed,
+    PushedForEver,
     NoSlide,
     NoSlideWhileDraining,
     CreationsStandForEver,
@@ -387,6 +289,7 @@ CUTS: list[type[Cut]] = [
     NewestSlides,
     OnlyHints,
     NoGrowth,
+    NoPatience,
     WetStreams,
     NoDeadline,
 ]

@@ -48,7 +48,7 @@ def trial(
     brisk = is_ordered and seed % 10 == 5
     if is_ordered and seed % 2:
         program = looping(seed, brisk=brisk)
-        instants = [program.last + rng.randrange(10 * program.calls) for _ in range(rng.choice((1, 1, 2)))]
+        instants = [program.last + rng.randrange(4 * program.calls) for _ in range(rng.choice((1, 1, 2)))]
         if brisk:
             settings = settings or Settings(deadline=20.0, patience=2.0, dry=2.0)
         settings = settings or Settings(deadline=20.0, patience=0.005, dry=0.005)
@@ -79,6 +79,8 @@ def trial(
             problems.append(f"a program with the order was not cut: {result}")
         if not is_ordered and not isinstance(result, Abort):
             problems.append(f"a program without the order was cut: {result}")
+        if not is_ordered and min(run.took, default=0.0) < settings.deadline:
+            problems.append(f"aborted before the deadline: {result}")
         if isinstance(result, Abort) and not (result.behind or result.inside or result.undrained):
             problems.append(f"nothing is named: {result}")
     if not results:
