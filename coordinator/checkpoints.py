@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import structlog
@@ -14,7 +15,7 @@ from moorage import failpoints
 from moorage.barrier import cmp, op
 from moorage.coordinator.machine.state import job_of
 from moorage.coordinator.persist import compare_generation
-from moorage.errors import Conflict, MoorageError, NotFound
+from moorage.errors import Conflict, CorruptData, MoorageError, NotFound
 from moorage.records import CheckpointRecord
 from moorage.store import CheckResult, GlobalManifest, PodManifest, PruneResult, Store, forget
 
@@ -72,6 +73,13 @@ def _parts(store: Store, pods: list[PodManifest]) -> list[Part]:
     return found
 
 
+async def _release(taken: asyncio.Future[GlobalManifest], holding: contextlib.AbstractContextManager[Any]) -> None:
+    """Give back what is held as soon as it is held; nothing to do if it could not be taken."""
+    with contextlib.suppress(MoorageError, OSError):
+        await taken
+        await asyncio.to_thread(holding.__exit__, None, None, None)
+
+
 class Checkpoints:
     """All checkpoints of the cluster, as etcd holds them."""
 
@@ -79,6 +87,7 @@ class Checkpoints:
         self._leader = leader
         self._pruning = asyncio.Lock()
         self._forgotten = 0  # since the last prune
+        self._releasing: set[asyncio.Task[None]] = set()
 
     async def of_job(self, job: str) -> list[CheckpointRecord]:
         """Oldest first. Raises `Unavailable`."""
@@ -103,6 +112,34 @@ class Checkpoints:
         record = await self.get(checkpoint)
         manifest = await asyncio.to_thread(self._leader.store.read_global_manifest, record.manifest)
         return manifest.pods
+
+    @contextlib.asynccontextmanager
+    async def protected(self, checkpoint: str) -> AsyncIterator[list[str]]:
+        """Within the block no prune deletes anything of the checkpoint, even if it is forgotten meanwhile.
+
+        Gives the names of its pods' manifests in the store, pod 0 first. Raises `NotFound`, `CorruptData`,
+        `Unavailable`.
+        """
+        record = await self.get(checkpoint)
+        holding = self._leader.store.protect(record.manifest, label=f"restore of {checkpoint}")
+        taken = asyncio.ensure_future(asyncio.to_thread(holding.__enter__))
+        try:
+            yield (await asyncio.shield(taken)).pods
+        finally:
+            # Not awaited: whoever cancels a restore is not to wait for the store.
+            task = asyncio.create_task(_release(taken, holding))
+            self._releasing.add(task)
+            task.add_done_callback(self._releasing.discard)
+
+    async def sound(self, checkpoint: str) -> None:
+        """Raises `CorruptData` if something that the checkpoint needs is not in the store; no data is read."""
+        record = await self.get(checkpoint)
+        result = await asyncio.to_thread(self._leader.store.check, record.manifest, read_data=False)
+        if result.problems:
+            raise CorruptData(
+                f"checkpoint {checkpoint} is damaged: {result.problems[0]}",
+                f"restore another one: moorage checkpoints {record.job}",
+            )
 
     async def read(self, checkpoint: str) -> tuple[CheckpointRecord, GlobalManifest, list[PodManifest]]:
         """The record and all manifests. Raises `NotFound`, `CorruptData`, `Unavailable`."""
@@ -215,6 +252,8 @@ class Checkpoints:
         Raises `Fenced`, `NotFound` (a kept manifest is missing), `Unavailable`.
         """
         async with self._pruning:
+            # Before the generation is raised: what only a prune of that generation condemned may still be needed.
+            condemned = await asyncio.to_thread(self._leader.store.condemned)
             generation = await self._leader.read_generation()
             if not dry_run:
                 generation = await self._raise_generation(generation)
@@ -228,6 +267,7 @@ class Checkpoints:
                 generation=generation,
                 protect_after=time.time() - PROTECT,
                 dry_run=dry_run,
+                condemned=condemned,
             )
             if not dry_run:
                 self._forgotten -= forgotten

@@ -7,6 +7,7 @@ at any moment and begun again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -201,30 +202,31 @@ async def _load(leader: Leader, job: Job, order: Load) -> ev.Event:
             for pod in range(state.pods)
         )
         return ev.Done(time=time.time(), of=order)
-    try:
-        manifests = await leader.checkpoints.pod_manifests(order.checkpoint)
-    except (Unavailable, OSError):
-        raise
-    except MoorageError as error:
-        return ev.Failed(
-            time=time.time(), of=order, message=error.message, hint=error.hint, error_kind=type(error).__name__
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            manifests = await stack.enter_async_context(leader.checkpoints.protected(order.checkpoint))
+        except (Unavailable, OSError):
+            raise
+        except MoorageError as error:
+            return ev.Failed(
+                time=time.time(), of=order, message=error.message, hint=error.hint, error_kind=type(error).__name__
+            )
+        await all_pods(
+            on_pod(
+                leader,
+                job,
+                pod,
+                "restore",
+                worker_pb2.RestorePodRequest(
+                    fence=fences[pod],
+                    spec=job.spec,
+                    membership=membership,
+                    checkpoint=order.checkpoint,
+                    manifest=manifests[pod],
+                ),
+            )
+            for pod in range(state.pods)
         )
-    await all_pods(
-        on_pod(
-            leader,
-            job,
-            pod,
-            "restore",
-            worker_pb2.RestorePodRequest(
-                fence=fences[pod],
-                spec=job.spec,
-                membership=membership,
-                checkpoint=order.checkpoint,
-                manifest=manifests[pod],
-            ),
-        )
-        for pod in range(state.pods)
-    )
     return ev.Done(time=time.time(), of=order)
 
 

@@ -156,6 +156,9 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         except Incompatible:
             if not (job.state.policy.cold_start if cold_start is None else cold_start):
                 raise
+        if checkpoint and not (job.state.over or job.state.phase == "parked"):
+            # Looked at first: what runs is taken down for it.
+            await leader.checkpoints.sound(checkpoint)
         await job.ask(
             ev.RestoreAsked(
                 time=time.time(),

@@ -27,6 +27,7 @@ from moorage.store.check import CheckResult, Usage
 from moorage.store.leases import Lease, LeaseInfo, LeaseKeeper
 from moorage.store.manifests import Chunk, Content, GlobalManifest, PodManifest
 from moorage.store.prune import PruneResult
+from moorage.store.rebuild import Rebuilt
 from moorage.store.retention import forget
 from moorage.store.store import Store
 from moorage.store.writer import Writer, WriteStats
@@ -41,6 +42,7 @@ __all__ = [
     "LeaseKeeper",
     "PodManifest",
     "PruneResult",
+    "Rebuilt",
     "Store",
     "Usage",
     "WriteStats",

@@ -133,8 +133,25 @@ class ChunkIndex:
                     return
         raise Unavailable(f"{self._backend.location}: the index changes faster than it can be read", "try again")
 
+    def verify(self) -> None:
+        """`refresh`, and see which packs are gone although nobody condemned them: what they held is unknown from here
+        on, so that it is stored anew instead of being referred to. Raises as `refresh`."""
+        self.refresh()
+        with self._lock:
+            named = {pack for packs in self._loaded.values() for pack in packs} - self._missing
+            there = {entry.name.removeprefix("packs/") for entry in self._backend.list("packs")}
+            # A listing may be older than the index.
+            lost = {pack for pack in named - there if self._backend.stat(f"packs/{pack}") is None}
+            if lost:
+                self._drop(lost, frozenset())
+                self._missing |= lost
+
     def _try_refresh(self) -> bool:
         names = {entry.name for entry in self._backend.list("index")}
+        back = {pack for pack in self._missing if self._backend.stat(f"packs/{pack}") is not None}
+        for name in [name for name, packs in self._loaded.items() if not back.isdisjoint(packs)]:
+            del self._loaded[name]
+        self._missing -= back
         gone = self._loaded.keys() - names
         added = names - self._loaded.keys()
         found: dict[str, IndexObject] = {}

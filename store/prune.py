@@ -106,7 +106,9 @@ class Pruner:
         index = self._store.index
         index.refresh()
         for message in index.damaged.values():
-            raise CorruptData(message, "nothing was deleted; put that file back from a copy")
+            raise CorruptData(
+                message, "nothing was deleted; make a new one from the packs: moorage store rebuild-index"
+            )
         live = self._live(self._terms.keep.union(*(info.roots for info in leases if info.role != "prune")))
         already = index.condemned
         dead = [path for path in self._old_manifests() if path not in live.manifests and path not in already]

@@ -26,6 +26,7 @@ from moorage.store.packs import PackSet
 from moorage.store.patch import Patcher
 from moorage.store.prune import Pruner, PruneResult, Terms, wait_for_rival
 from moorage.store.reader import Reader
+from moorage.store.rebuild import Rebuilt, rebuild
 from moorage.store.writer import Writer
 from moorage.store_settings import StoreSettings, wrapping_key
 
@@ -91,7 +92,7 @@ class Store:
         try:
             # Only now: prune lists the leases after it has condemned, so it waits for this writer, or this writer
             # sees what is condemned.
-            self.index.refresh()
+            self.index.verify()
             packs = PackSet(self.backend, self.key, bytes.fromhex(self.nonce), lease.info.id, self._rates[0])
             count = threads or max(1, min(2, (os.cpu_count() or 1) // 2))
             cutting = (self._marker, self._patcher)
@@ -230,6 +231,13 @@ class Store:
         """
         terms = Terms(frozenset(keep), generation, protect_after, dry_run, condemned)
         return Pruner(self, terms).run()
+
+    def rebuild_index(self) -> Rebuilt:
+        """Index again what no sound index object names, from the packs themselves, and remove damaged index objects.
+
+        Beside running writers; not beside a prune. Raises `Unavailable`, `NoCapacity`.
+        """
+        return rebuild(self)
 
     def usage(self, global_manifest: str) -> dict[str, Usage]:
         """Bytes by kind of data of one checkpoint, plain and as stored, each chunk counted once. Raises `NotFound`."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -109,6 +109,11 @@ class Writer:
     def lease_valid(self) -> bool:
         """False: prune may not know of this writer any more, and `finish` will fail."""
         return self._lease.valid()
+
+    def lacking(self, contents: Iterable[Content]) -> int:
+        """How many chunks of ``contents``, which were stored before, are neither in the store nor in this writer."""
+        chunks = {chunk.name for content in contents for chunk in content.chunks if chunk.name}
+        return sum(name not in self._mine and self._index.locate(name) is None for name in chunks)
 
     @property
     def by_kind(self) -> dict[str, KindStats]:

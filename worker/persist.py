@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from moorage import failpoints
-from moorage.errors import AttemptAborted, MoorageError
+from moorage.errors import AttemptAborted, CorruptData, MoorageError
 from moorage.records import Vote
 from moorage.store import Content, PodManifest, Writer, WriteStats
 from moorage.worker import attempt_layer, pod_fingerprint, pod_staging
@@ -140,6 +140,12 @@ def _add_all(
     layer = writer.add_bytes(tree, kind="files")
     journal = _add(pod, writer, folder / JOURNAL, "logs") if (folder / JOURNAL).exists() else None
     failpoints.hit_sync("worker.persist.layer.after")
+    if lost := writer.lacking(index.contents.values()):
+        _forget_index(pod)
+        raise CorruptData(
+            f"{lost} chunks of files that did not change lately are gone from {pod.node.store.location}",
+            "the next checkpoint stores all files anew; `moorage check` says which checkpoints are damaged",
+        )
     stats = writer.finish()
     record = pod.record
     manifest = PodManifest(
@@ -190,3 +196,10 @@ def _keep_index(pod: Pod, staged: StagedCapture, index: CaptureIndex) -> None:
     pod.index = index
     write_private(pod.folder / INDEX_FILE, index.encode())
     pod.record.index_generation = staged.generation
+
+
+def _forget_index(pod: Pod) -> None:
+    """Let the next capture count on nothing that the store is thought to have."""
+    pod.index = None
+    pod.record.index_generation = -1
+    pod.save()

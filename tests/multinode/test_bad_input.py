@@ -202,9 +202,14 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_still_works(
     older = job.checkpoint()
     before = {kind: _files(store, kind) for kind in ("index", "packs", "pods", "checkpoints")}
     counting.until_it_moves()
+    lost = min(before["packs"])
+    lost.rename(store / "lost")
+    with pytest.raises(CorruptData, match="damaged"):  # seen before the job is taken down for it
+        job.restore(older)
+    assert (job.status().phase, job.status().incarnation) == ("running", 2)
+    (store / "lost").rename(lost)
     newest = job.park()
     new = {kind: min(_files(store, kind) - files) for kind, files in before.items()}
-    incarnation = job.status().incarnation
     # The index first: a node that has read it once needs it no more.
     for kind, how in [("index", "flip"), ("packs", "flip"), ("packs", "cut"), ("pods", "cut"), ("checkpoints", "flip")]:
         sound = tmp_path / "sound"
@@ -214,15 +219,17 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_still_works(
             with pytest.raises(CorruptData):
                 found = client.check(newest, read_data=True)
                 raise CorruptData(found.errors[0]) if found.errors else AssertionError((kind, how))
+            was = job.status()
             with pytest.raises(CorruptData) as refused:
                 job.restore(newest, on=[second])
             assert refused.value.hint
             info = job.status()
-            assert (info.phase, info.latest_checkpoint) == ("parked", newest.id)
-            assert info.incarnation > incarnation
+            assert (info.phase, info.latest_checkpoint) == (was.phase, newest.id)
+            assert was.phase == "parked" or info.incarnation == was.incarnation
             if kind == "packs" and how == "flip":
                 assert newest.id in shell.refused(CorruptData, "check", "--read-data", newest.id)
-                assert "digest" in shell.refused(CorruptData, "restore", "damaged")
+                # What a slow store has compressed cannot be unpacked, what it has not does not match its digest.
+                assert "chunk" in shell.refused(CorruptData, "restore", "damaged")
                 assert client.check(older, read_data=True).errors == []
                 assert job.restore(older).phase == "running"
                 counting.until_it_moves()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from moorage.cli.store import rebuild_index
 from moorage.errors import (
     CorruptData,
     EnvironmentLacking,
@@ -120,6 +122,50 @@ def test_a_check_sees_what_happened_to_an_index_since_it_was_read(
     assert store.check(name, read_data=True).ok
     damage(next(Path(store.location, "index").iterdir()))
     assert not store.check(name, read_data=False).ok
+
+
+def test_a_pack_that_vanished_is_not_referred_to_again(store: Store, image: Path, tmp_path: Path) -> None:
+    first = checkpoint(store, [image])
+    (lost,) = packs(store)
+    kept = tmp_path / "kept"
+    lost.rename(kept)
+    second = checkpoint(store, [image])
+    assert store.check(second, read_data=True).ok
+    with store.writer(label="asks") as writer:
+        assert writer.lacking(images(store, second).values()) == 0
+    for path in packs(store):
+        path.unlink()
+    with store.writer(label="asks") as writer:
+        assert writer.lacking(images(store, second).values()) > 0
+    kept.rename(lost)  # somebody puts it back
+    store.index.refresh()
+    assert store.check(first, read_data=True).ok
+    store.read_file(images(store, first)[image.name], tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == image.read_bytes()
+
+
+def test_an_index_that_is_lost_or_damaged_is_rebuilt_from_the_packs(
+    store: Store, image: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = checkpoint(store, [image])
+    (tmp_path / "more").write_bytes(noise(MIB, 3))
+    other = checkpoint(store, [tmp_path / "more"])
+    first, second = (Path(store.location, entry.name) for entry in store.backend.list("index"))
+    count = len(packs(store))
+    alter(first, 100)
+    second.unlink()
+    torn = packs(store)[0].with_name("f" * 32)
+    torn.write_bytes(packs(store)[0].read_bytes()[:5000])
+    assert not store.check(name, read_data=False).ok
+    rebuilt = Store.open(store.location).rebuild_index()
+    assert (rebuilt.packs, rebuilt.removed) == (count, 1) and not first.exists()
+    assert len(rebuilt.problems) == 1 and "says that it is pack" in rebuilt.problems[0]
+    for checkpoint_ in (name, other):
+        assert store.check(checkpoint_, read_data=True).ok
+    config = tmp_path / "worker.toml"
+    config.write_text(f'store = "{store.location}"\n')
+    rebuild_index(config, output="json")
+    assert json.loads(capsys.readouterr().out)["packs"] == 0
 
 
 def test_a_manifest_without_its_pods_cannot_be_written(store: Store) -> None:

@@ -81,7 +81,10 @@ def check(
     else:
         write(result, form)
     if result.errors:
-        raise CorruptData(f"checkpoint {checkpoint}: {result.errors[0]}", "restore another one: `moorage checkpoints`")
+        hint = "restore another one: `moorage checkpoints`"
+        if any("index" in error for error in result.errors):
+            hint = "`moorage store rebuild-index` mends an index; " + hint
+        raise CorruptData(f"checkpoint {checkpoint}: {result.errors[0]}", hint)
 
 
 def prune(dry_run: DryRun = False, output: Output = None) -> None:

@@ -103,7 +103,7 @@ app.command(name="torchrun", context_settings=_PASS_ON)(torchrun.torchrun)
 for _dev_command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
     dev.command()(_dev_command)
 runtime.command(name="install")(cluster.install)
-for _store_command in (store.new_key, store.rotate_key):
+for _store_command in (store.new_key, store.rotate_key, store.rebuild_index):
     stores.command()(_store_command)
 
 

@@ -1,17 +1,20 @@
-"""The store itself: keys of encrypted ones. Works without a coordinator."""
+"""The store itself: its index, keys of encrypted ones. Works without a coordinator."""
 
 from __future__ import annotations
 
 import os
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from moorage.cli.options import DryRun, Output, local_output_format
 from moorage.cli.output import remark, write
 from moorage.errors import Conflict, NotFound, UsageError
+
+if TYPE_CHECKING:
+    from moorage.store_settings import StoreSettings
 
 
 def new_key(file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that does not exist yet.")]) -> None:
@@ -27,20 +30,13 @@ def new_key(file: Annotated[Path, typer.Argument(metavar="FILE", help="A file th
     remark(f"{file} holds a new key; what is encrypted with it cannot be read without it: keep a copy elsewhere")
 
 
-def rotate_key(
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="A daemon's settings: store and old key.")],
-    new_key_file: Annotated[Path, typer.Option("--new-key-file", metavar="FILE", help="The new key.")],
-    dry_run: DryRun = False,
-    output: Output = None,
-) -> None:
-    """Wrap the store's key with another key. No stored data is rewritten; afterwards the old key opens nothing."""
+def _named(config: Path) -> tuple[str, StoreSettings]:
+    """Location and settings of the store of a daemon. Raises `UsageError`, `NotFound`."""
     import msgspec
 
     from moorage.config import read_table
-    from moorage.store import config as stores
-    from moorage.store_settings import StoreSettings, key_of_file, wrapping_key
+    from moorage.store_settings import StoreSettings
 
-    form = local_output_format(output)
     table = read_table(config)
     try:
         settings = msgspec.convert(table.get("store_settings", {}), StoreSettings)
@@ -49,6 +45,36 @@ def rotate_key(
     location = str(table.get("store", ""))
     if not location:
         raise UsageError(f"{config} names no store", "name the file of a coordinator or a worker")
+    return location, settings
+
+
+def rebuild_index(
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="A daemon's settings: the store.")],
+    output: Output = None,
+) -> None:
+    """Index again what is in no sound index object, from the packs themselves. Jobs may run meanwhile; no prune may."""
+    from moorage.store import Store
+
+    form = local_output_format(output)
+    location, settings = _named(config)
+    rebuilt = Store.open(location, settings=settings).rebuild_index()
+    for problem in rebuilt.problems:
+        remark(problem)
+    write({"store": location, **rebuilt._asdict(), "problems": len(rebuilt.problems)}, form)
+
+
+def rotate_key(
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="A daemon's settings: store and old key.")],
+    new_key_file: Annotated[Path, typer.Option("--new-key-file", metavar="FILE", help="The new key.")],
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
+    """Wrap the store's key with another key. No stored data is rewritten; afterwards the old key opens nothing."""
+    from moorage.store import config as stores
+    from moorage.store_settings import key_of_file, wrapping_key
+
+    form = local_output_format(output)
+    location, settings = _named(config)
     new = key_of_file(new_key_file)
     old = wrapping_key(settings)
     if old is None:
