@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from moorage.barrier import clock
 from moorage.coordinator import journal_export
 from moorage.coordinator.machine.state import RESTING
 from moorage.coordinator.workers import NodeGone
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from moorage.coordinator.leader import Leader
 
 log = structlog.get_logger(__name__)
+
+#: How long a pod that is neither there nor gone for good is waited for, in seconds.
+PATIENCE = 10.0
 
 
 async def read(leader: Leader, job: Job, request: pb.LogsRequest) -> AsyncIterator[LogChunk]:
@@ -83,6 +87,7 @@ class _Reader:
         self._rank = rank
         self._incarnation = incarnation
         self._offset = offset
+        self._missed = False  # a pod was to be there and was not
 
     async def follow(self) -> AsyncIterator[LogChunk]:
         """Until the job is over, across restores."""
@@ -96,12 +101,24 @@ class _Reader:
             await self._job.changed.wait(seen, 2.0)
 
     async def now(self) -> AsyncIterator[LogChunk]:
-        """What there is."""
-        async for chunk in self._once(follow=False):
+        """What there is. A pod that is being brought up or taken down is waited for: the log of a job that is just
+        ending is to have its last line."""
+        give_up = clock.now() + PATIENCE
+        while True:
+            seen = self._job.changed.rung
+            async for chunk in self._once(follow=False):
+                yield chunk
+            if not self._missed:
+                return
+            if clock.now() > give_up:
+                break
+            await self._job.changed.wait(seen, 0.5)
+        async for chunk in self._stored():
             yield chunk
 
     async def _once(self, *, follow: bool) -> AsyncIterator[LogChunk]:
         state = self._job.state
+        self._missed = False
         try:
             if state.seats and not (state.bringup and state.bringup.step in ("placing", "fencing")):
                 await self._enter(state.incarnation)
@@ -111,7 +128,8 @@ class _Reader:
         except (NodeGone, NotFound, Unavailable) as error:
             # The pod is being brought up or taken down, or its worker starts again.
             log.debug("no live output", job=self._job.id, pod=self._pod, reason=str(error))
-        if state.phase in RESTING or not follow:
+            self._missed = state.phase not in RESTING
+        if state.phase in RESTING or not (follow or self._missed):
             async for chunk in self._stored():
                 yield chunk
 
@@ -164,7 +182,9 @@ class _Reader:
         state = self._job.state
         data = b""
         if state.over:
-            data = await asyncio.to_thread(self._archive, state.incarnation)
+            incarnation, data = await asyncio.to_thread(self._archive, state.incarnation)
+            if data:
+                await self._enter(incarnation)
         if not data and (checkpoint := state.base or state.latest):
             data = await self._journal_in(checkpoint)
             self._incarnation = state.incarnation if self._incarnation else 0
@@ -177,11 +197,11 @@ class _Reader:
         for chunk in found:
             yield self._note(chunk)
 
-    def _archive(self, incarnation: int) -> bytes:
-        """What `FinishPod` kept. The end of a job raises the incarnation once more."""
+    def _archive(self, incarnation: int) -> tuple[int, bytes]:
+        """What `FinishPod` kept, and of which incarnation. The end of a job raises the incarnation once more."""
         for number in (incarnation - 1, incarnation, incarnation - 2):
             try:
-                return self._leader.store.get_object(f"logs/{self._job.id}/{number}/{self._pod}")
+                return number, self._leader.store.get_object(f"logs/{self._job.id}/{number}/{self._pod}")
             except NotFound:
                 continue
-        return b""
+        return 0, b""

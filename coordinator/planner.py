@@ -109,7 +109,8 @@ def _sift(wish: Wish, places: list[Place]) -> list[Place]:
     ready = [p for p in places if p.ready]
     if not ready:
         raise NoCapacity(
-            f"{_nodes([p.node for p in places])} cannot run pods", "moorage doctor on the node says what it lacks"
+            f"{_nodes([p.node for p in places])} cannot run pods",
+            f"what they lack says: moorage doctor --node {places[0].node}",
         )
     in_service = [p for p in ready if not p.cordoned]
     if not in_service:

@@ -45,7 +45,11 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         if self.leader is not None and self.leader.leading:
             return self.leader
         other = self.leader_address
-        hint = f"the leader is {other}" if other and other != self._config.advertise else "one is about to take over"
+        hint = (
+            f"the leader is {other}"
+            if other and other != self._config.advertise
+            else "one is about to take over; if none does, etcd cannot be reached"
+        )
         raise Unavailable(f"coordinator {self._config.advertise} does not lead", hint)
 
     def note(self, attempt: roles.Attempt) -> None:

@@ -394,6 +394,10 @@ class AsyncJob:
         try:
             async for part in self._connection.stream("Pull", lambda: request):
                 receiver.accept(part)
+        except OSError as error:
+            raise MoorageError(
+                f"{error.filename or to} cannot be written: {error.strerror}", "name another folder"
+            ) from error
         finally:
             receiver.close()
         return receiver.files

@@ -271,17 +271,28 @@ class EventInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of a rank's output, as the rank wrote it (not always a whole line)."""
+    """A piece of a rank's output, as the rank wrote it (not always a whole line).
+
+    ``truncated``: output before it is not kept any more; ``data`` may be empty then.
+    """
 
     rank: int
     pod: int
     stderr: bool
     time: float
     data: bytes
+    truncated: bool = False
 
     @classmethod
     def of(cls, message: worker_pb2.LogChunk) -> LogLine:
-        return cls(rank=message.rank, pod=message.pod, stderr=message.is_stderr, time=message.time, data=message.data)
+        return cls(
+            rank=message.rank,
+            pod=message.pod,
+            stderr=message.is_stderr,
+            time=message.time,
+            data=message.data,
+            truncated=message.truncated,
+        )
 
 
 class InspectPart(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import errno
 import inspect
 import time
 from collections.abc import Awaitable, Callable
@@ -19,6 +20,7 @@ from moorage.errors import (
     DeadlineExceeded,
     Forbidden,
     MoorageError,
+    NoCapacity,
     Unavailable,
     from_wire,
     to_wire,
@@ -185,12 +187,20 @@ class _Call:
             self.tell(error)
         elif isinstance(error, MoorageError) and self._entered:
             self.tell()  # it was allowed, and did not work
+        if isinstance(error, OSError) and error.errno in _FULL:
+            where = f" ({error.filename})" if error.filename else ""
+            error = NoCapacity(
+                f"no space is left{where}", "make room there; `moorage doctor --node NODE` says where it lacks"
+            )
         if isinstance(error, MoorageError):
             await _abort(self._context, error)
         if isinstance(error, grpc.aio.AbortError):
             raise error
         log.error("rpc failed", method=self._method, exc_info=error)
         await _abort(self._context, MoorageError(f"{self._method}: {type(error).__name__}: {error}"))
+
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class _ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]

@@ -37,7 +37,7 @@ class Servicer:
         self.files: list[worker_pb2.FilePart] = []
         self.requests: list[tuple[str, Any]] = []
         self.answers: dict[str, Any] = {}
-        self.fails: dict[str, list[MoorageError]] = {}
+        self.fails: dict[str, list[MoorageError | OSError]] = {}
         self.attempt = pb.Attempt(phase="committed", checkpoint="c-1", pause_seconds=0.5)
         self.break_streams_after = 0
         self.on_log: Callable[[int], None] | None = None

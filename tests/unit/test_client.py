@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,16 @@ import msgspec
 import pytest
 
 from moorage import AsyncClient, Client
-from moorage.errors import AttemptAborted, Conflict, MoorageError, NotFound, Refused, Unavailable, UsageError
+from moorage.errors import (
+    AttemptAborted,
+    Conflict,
+    MoorageError,
+    NoCapacity,
+    NotFound,
+    Refused,
+    Unavailable,
+    UsageError,
+)
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import worker_pb2
 from tests.support.fake_coordinator import FakeCoordinator
@@ -189,6 +199,18 @@ def test_a_command_beside_a_rank_gets_its_input_and_gives_its_exit_code(
 
     code = client.job("j").exec(["cat", "-"], stdin=typed(), output=lambda data, err: heard.append((data, err)))
     assert code == 3 and heard == [(b"cat -\n", False), (b"typed", True)]
+
+
+def test_a_full_disk_of_a_daemon_and_a_folder_that_cannot_be_written_are_said_in_a_line(
+    coordinator: FakeCoordinator, client: Client
+) -> None:
+    coordinator.state.add("j")
+    coordinator.state.fails["ListNodes"] = [OSError(errno.ENOSPC, "No space left on device", "/var/lib/x")]
+    with pytest.raises(NoCapacity, match=r"no space is left .*/var/lib/x"):
+        client.nodes()
+    coordinator.state.files = [worker_pb2.FilePart(path="out/a", mode=0o100644, data=b"x", last=True)]
+    with pytest.raises(MoorageError, match=r"/proc/nothing.* cannot be written"):
+        client.job("j").pull(to="/proc/nothing")
 
 
 def test_pulled_files_stay_below_the_folder(coordinator: FakeCoordinator, client: Client, tmp_path: Path) -> None:

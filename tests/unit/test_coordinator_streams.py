@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
+from moorage.coordinator import logs
+from moorage.coordinator.bell import Bell
 from moorage.coordinator.leader import Leader
-from moorage.errors import Unavailable
+from moorage.errors import NotFound, Unavailable
+from moorage.v1.worker_pb2 import LogChunk
+from tests.unit.test_coordinator_parts import export, frame
 
 
 class Source:
@@ -57,5 +62,44 @@ def test_a_stream_whose_caller_goes_away_in_the_middle_of_a_step_closes_its_sour
         with pytest.raises(asyncio.CancelledError):
             await step
         assert source.closed
+
+    asyncio.run(run())
+
+
+def test_the_log_of_a_job_that_is_just_ending_waits_for_the_archive() -> None:
+    archive = export(frame(0, 1, b"the last line\n"))
+
+    class Workers:
+        asked = 0
+
+        async def replies(self, *_: object) -> AsyncIterator[LogChunk]:
+            self.asked += 1
+            if self.asked == 1:
+                yield LogChunk(data=b"so far\n")
+            raise NotFound("the pod is being removed")
+
+    def found(name: str) -> bytes:
+        if name != "logs/j/1/0":
+            raise NotFound(name)
+        return archive
+
+    def state(phase: str) -> SimpleNamespace:
+        over = phase == "finished"
+        return SimpleNamespace(
+            phase=phase, over=over, seats=() if over else (SimpleNamespace(node="n"),), bringup=None,
+            incarnation=2 if over else 1, origin="", base="", latest="",
+        )  # fmt: skip
+
+    async def run() -> None:
+        job = SimpleNamespace(id="j", changed=Bell(), state=state("running"))
+        leader = SimpleNamespace(workers=Workers(), store=SimpleNamespace(get_object=found))
+
+        def end() -> None:
+            job.state = state("finished")
+            job.changed.ring()
+
+        asyncio.get_running_loop().call_later(0.05, end)
+        reader = logs._Reader(leader, job, 0, -1, 0, 0)  # type: ignore[arg-type]
+        assert [chunk.data async for chunk in reader.now()] == [b"so far\n", b"the last line\n"]
 
     asyncio.run(run())

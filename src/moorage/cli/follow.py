@@ -17,6 +17,15 @@ if TYPE_CHECKING:
     from moorage.coordinator.client import Job, JobInfo, LogLine
 
 
+_KEPT_MIB = 64  # as moorage.worker.journal has it
+
+
+def tell_gap(piece: LogLine) -> None:
+    """Say that something before the piece is missing, if so."""
+    if piece.truncated:
+        remark(f"pod {piece.pod}: older output is not kept any more (the newest {_KEPT_MIB} MiB of each pod are)")
+
+
 class Printer:
     """Writes whole lines to stdout and stderr, with the rank in front when there are several, and to log files.
 
@@ -46,6 +55,7 @@ class Printer:
 
     def take(self, piece: LogLine) -> None:
         """Take a piece of output; prints the lines that are whole."""
+        tell_gap(piece)
         if self._only and piece.rank not in self._only:
             return
         if self._files is not None:

@@ -204,7 +204,7 @@ def logs(
     output: Output = None,
 ) -> None:
     """What the ranks wrote."""
-    from moorage.cli.follow import Printer
+    from moorage.cli.follow import Printer, tell_gap
 
     form = output_format(output)
     with client() as api:
@@ -218,6 +218,7 @@ def logs(
                 if form == "table":
                     printer.take(piece)
                 else:
+                    tell_gap(piece)
                     text = piece.data.decode(errors="replace")
                     line({"rank": piece.rank, "stderr": piece.stderr, "time": piece.time, "text": text}, form, "")
         finally:

@@ -148,16 +148,19 @@ class Prober:
         except OSError as error:
             return f"{folder}: {error.strerror}"
         try:
-            for name in ("lower", "upper", "work", "merged"):
-                (scratch / name).mkdir()
-            (scratch / "lower" / "file").write_text("x")
-            options = f"lowerdir={scratch}/lower,upperdir={scratch}/upper,workdir={scratch}/work"
-            script = (
-                'mount -t overlay moorage-doctor -o "$1" "$2/merged" && rm "$2/merged/file" && test -c "$2/upper/file"'
-            )
-            return self._run("unshare", "--mount", "--", "sh", "-c", script, "sh", options, str(scratch))
+            return self._overlay_in(scratch)
+        except OSError as error:
+            return f"{folder}: {error.strerror}"
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+
+    def _overlay_in(self, scratch: Path) -> str:
+        for name in ("lower", "upper", "work", "merged"):
+            (scratch / name).mkdir()
+        (scratch / "lower" / "file").write_text("x")
+        options = f"lowerdir={scratch}/lower,upperdir={scratch}/upper,workdir={scratch}/work"
+        script = 'mount -t overlay moorage-doctor -o "$1" "$2/merged" && rm "$2/merged/file" && test -c "$2/upper/file"'
+        return self._run("unshare", "--mount", "--", "sh", "-c", script, "sh", options, str(scratch))
 
     def diag(self, kind: str) -> str:
         """Ask the kernel for its sockets of a kind (tcp, udp, unix, netlink, packet), as CRIU does."""
