@@ -97,7 +97,17 @@ def compatibility() -> str:
     return head + rules.table() + tail.replace("{{unseen}}", textwrap.fill(unseen, 116))
 
 
+def errors() -> str:
+    """docs/errors.md"""
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import error_table
+
+    return error_table.page()
+
+
 PAGES = {"exit-codes.md": exit_codes, "command-line.md": command_line, "compatibility.md": compatibility}
+#: Written with the others, and not asked for at every change: it follows each line that says something to a user.
+LAGGING = {"errors.md": errors}
 
 
 def stale() -> list[str]:
@@ -110,7 +120,7 @@ def main() -> None:
         if found := stale():
             sys.exit(f"not current: {', '.join(found)}; run tools/docs.py")
         return
-    for name, make in PAGES.items():
+    for name, make in (PAGES | LAGGING).items():
         (DOCS / name).write_text(make())
 
 

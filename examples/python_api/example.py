@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 from moorage import Client
 from moorage.errors import MoorageError
 
-COUNT = 600
 SCRIPT = Path(__file__).resolve().with_name("count.py")
 
 
@@ -20,7 +20,7 @@ def main() -> int:
         print("nodes:", ", ".join(nodes))
 
         job = client.run(
-            [sys.executable, "-u", str(SCRIPT), str(COUNT)],
+            [sys.executable, "-u", str(SCRIPT)],
             name="counting",
             working_directory=folder,
             checkpoint_every=5.0,
@@ -49,16 +49,27 @@ def main() -> int:
         code = job.exec(["/bin/sh", "-c", "echo beside the rank, in its pod: $MOORAGE_JOB"], output=show)
         assert code == 0
 
+        lost = job.checkpoint() and job.status().pods[0].node
+        print(f"losing {lost} for good, with all that runs on it")
+        cluster = client.status().cluster
+        moorage = [sys.executable, "-P", "-m", "moorage.cli.main", "dev"]
+        subprocess.run([*moorage, "destroy", lost, "--name", cluster], check=True, stderr=subprocess.DEVNULL)
+
+        job.until(lambda info: info.phase == "running" and info.pods[0].node != lost, timeout=120)
+        print("restored on", job.status().pods[0].node)
+        job.exec(["touch", "enough"])
+
         result = job.wait(timeout=120)
+        subprocess.run([*moorage, "add", "--name", cluster], check=True, stdout=subprocess.DEVNULL)
         output = b"".join(piece.data for piece in job.logs(rank=0)).decode().splitlines()
         numbers = [int(line) for line in output if line.isdigit()]
         print(f"over: {result.phase}, exit code {result.exit_code}, {result.incarnation} incarnations")
         for event in job.events():
             print("  ", event.sentence)
 
-        expected = hashlib.sha256(b"".join(f"{number}\n".encode() for number in range(COUNT))).hexdigest()
+        expected = hashlib.sha256(b"".join(f"{number}\n".encode() for number in numbers)).hexdigest()
         nonce, digest = Path(folder, "counted.txt").read_text().split()
-        right = digest == expected and numbers == list(range(COUNT))
+        right = digest == expected and numbers == list(range(len(numbers)))
         survived = output[0].endswith(nonce) and output[-1].endswith(nonce)
         print(f"counted right: {'yes' if right else 'no'}; nonce survived: {'yes' if survived else 'no'}")
         return 0 if right and survived and result.exit_code == 0 else 1

@@ -15,7 +15,6 @@ from tests.support.shell import COMMAND, Shell
 
 pytestmark = pytest.mark.root
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "python_api" / "example.py"
 SCRIPT = """\
 import os, sys, time
 from pathlib import Path
@@ -178,14 +177,6 @@ def test_a_job_that_is_stopped_with_a_checkpoint_can_be_brought_back(shell: Shel
     other = shell.json("run", "-d", "-f", "job.yaml", "--if-exists", "replace")
     assert other["id"] != started["id"]
     shell("wait", "stopped")
-
-
-def test_the_example_of_the_python_api_counts_right(shell: Shell) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLE], env=shell.environment, cwd=shell.folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert done.stdout.splitlines()[-1] == "counted right: yes; nonce survived: yes"
 
 
 def test_a_launch_line_of_torchrun_works_with_moorage_in_front(shell: Shell) -> None:

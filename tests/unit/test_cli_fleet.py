@@ -174,3 +174,19 @@ def test_rates_are_what_was_used_since_the_last_look() -> None:
     view = picture(nodes, [job(13, 500)], rates, 102.0)
     assert (view.jobs[0].cores, view.jobs[0].output_bytes_per_second, view.nodes[0].cores) == (1.5, 250, 1.5)
     assert picture(nodes, [job(1, 0, incarnation=2)], rates, 103.0).jobs[0].cores == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_and_flags(shell: str) -> None:
+    program = [sys.executable, "-P", "-m", "moorage.cli.main"]
+    for typed, wanted in (("moorage unc", "uncordon"), ("moorage drain --para", "--parallel")):
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "_MOORAGE_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(typed.count(" ")),
+            "_TYPER_COMPLETE_ARGS": typed,
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        assert wanted in done.stdout, (shell, typed, done)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from moorage.errors import exit_codes
 
@@ -20,3 +22,37 @@ def test_the_pages_made_from_the_code_are_current() -> None:
 def test_every_error_has_an_exit_code_of_its_own_from_200_up() -> None:
     codes = [code for code, _, _ in exit_codes()]
     assert len(set(codes)) == len(codes) and min(codes) == 200 and max(codes) < 256
+
+
+def _error_table() -> Any:
+    spec = importlib.util.spec_from_file_location("error_table", ROOT / "tools" / "error_table.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["error_table"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_message_leads_to_a_cure() -> None:
+    table = _error_table()
+    assert set(table.CURES) == {name for _, name, _ in exit_codes()}
+    found = table.raised()
+    assert len(found) > 100 and all(one.cure or table.CURES[one.kind] for one in found)
+    # The page may lag behind the code by what changed since it was written, but no more than that.
+    page = (ROOT / "docs" / "errors.md").read_text()
+    missing = [one for one in found if table._cell(one.message) not in page]
+    assert len(missing) <= len(found) // 10, ("run tools/docs.py", missing)
+
+
+def test_every_page_that_is_linked_is_there() -> None:
+    import re
+
+    for page in [
+        ROOT / "README.md",
+        ROOT / "ARCHITECTURE.md",
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/*/*.md"),
+    ]:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in target and "…" not in target:
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"

@@ -1,0 +1,63 @@
+"""Every example, run as its README says, on one cluster. Each has a real failure in it and judges itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import DevCluster
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Examples that need more than an embedded cluster, and the test that runs them.
+ELSEWHERE = {"node_loss": "tests/multinode/test_training.py and `make demo`"}
+
+
+def lines(readme: Path) -> list[list[str]]:
+    """What a person is told to type, but for the cluster, which is there."""
+    found = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", readme.read_text(), re.MULTILINE)]
+    return [line for line in found if line[:2] != ["moorage", "dev"]]
+
+
+def embedded() -> list[str]:
+    """The examples of this file: those whose README starts an embedded cluster."""
+    readmes = sorted(ROOT.glob("examples/*/README.md"))
+    return [path.parent.name for path in readmes if re.search(r"^\$ moorage dev up", path.read_text(), re.MULTILINE)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[DevCluster]:
+    with DevCluster(nodes=4, lease_seconds=4) as made:
+        yield made
+
+
+def test_every_example_has_a_readme_whose_line_is_run_somewhere() -> None:
+    assert {"fleet_drain", "python_api", "serving", "torchrun"} <= set(embedded())
+    for name in embedded():
+        assert lines(ROOT / "examples" / name / "README.md"), name
+
+
+@pytest.mark.root
+@pytest.mark.torch
+@pytest.mark.parametrize("name", embedded())
+def test_an_example_ends_right_from_its_readme_line(cluster: DevCluster, name: str) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for line in lines(ROOT / "examples" / name / "README.md"):
+        done = subprocess.run(
+            line,
+            cwd=ROOT,
+            env=os.environ | cluster.environment | {"PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout, done.stderr)
+        last = done.stdout.splitlines()[-1]
+        assert re.search(r"nonces? survived: yes$", last) and ": no" not in last, done.stdout
