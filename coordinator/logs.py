@@ -190,8 +190,13 @@ class _Reader:
             self._incarnation = state.incarnation if self._incarnation else 0
         if not data:
             return
+
+        def parsed() -> list[LogChunk]:
+            return list(journal_export.chunks(data, pod=self._pod, rank=self._rank, offset=self._offset))
+
         try:
-            found = list(journal_export.chunks(data, pod=self._pod, rank=self._rank, offset=self._offset))
+            # Not on the loop: the lease is kept there, and a long log takes seconds.
+            found = await asyncio.to_thread(parsed)
         except CorruptData as error:
             raise CorruptData(f"the log of pod {self._pod} of job {self._job.id}: {error.message}") from None
         for chunk in found:

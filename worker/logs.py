@@ -79,7 +79,7 @@ async def _batches(
             offset = batch.next_offset
             yield batch
     while True:
-        batch = reader.read(offset, rank=rank)
+        batch = await asyncio.to_thread(reader.read, offset, rank=rank)
         if batch.entries or batch.truncated:
             yield batch
         if batch.next_offset == offset:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from moorage.worker import inventory, pod_staging
 from moorage.worker.pod import Pod
 from moorage.worker.preflight import Objection, examine, exec_sessions, space
-from moorage.worker.preflight_proc import read_processes
+from moorage.worker.preflight_proc import lives, read_processes
 
 #: What CRIU's images and the copies hold beside the memory itself.
 _OVERHEAD_BYTES = 16 << 20
@@ -57,7 +57,9 @@ def memory_bytes(pids: list[int]) -> int:
     for pid in pids:
         try:
             status = Path(f"/proc/{pid}/status").read_text()
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:
+            if lives(Path(f"/proc/{pid}")):
+                raise
             continue
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         for name in ("RssAnon", "RssShmem", "VmSwap"):

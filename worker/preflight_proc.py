@@ -14,6 +14,7 @@ from pathlib import Path
 from moorage.worker.preflight import OpenFile, Process
 
 _PROC = Path("/proc")
+_ENDING = 0x4  # PF_EXITING
 _MAP_LINE = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (....) [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+) +(.*)$", re.MULTILINE)
 
 
@@ -23,9 +24,20 @@ def read_processes(host_pids: Iterable[int], *, proc: Path = _PROC) -> list[Proc
     for pid in host_pids:
         try:
             found.append(_read(proc / str(pid), pid))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
+        except OSError:
+            # Some files of a process that is just ending answer with another error (mountinfo: EINVAL).
+            if lives(proc / str(pid)):
+                raise
     return found
+
+
+def lives(folder: Path) -> bool:
+    """Whether the process of this folder of ``/proc`` is there and neither ending nor a zombie."""
+    try:
+        fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+        return fields[0] not in b"ZXx" and not int(fields[6]) & _ENDING
+    except (OSError, IndexError, ValueError):
+        return False
 
 
 def _read(folder: Path, pid: int) -> Process:
@@ -84,7 +96,9 @@ def mapped_writable(host_pids: Iterable[int], *, proc: Path = _PROC) -> set[str]
     for pid in host_pids:
         try:
             text = (proc / str(pid) / "maps").read_text()
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:
+            if lives(proc / str(pid)):
+                raise
             continue
         found.update(name for permissions, name in mappings(text) if permissions[1] == "w" and permissions[3] == "s")
     return {name for name in found if name.startswith("/")}

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,3 +102,34 @@ def test_this_process_is_read_with_its_descriptors(tmp_path: Path) -> None:
 def test_a_process_that_is_gone_is_left_out() -> None:
     assert read_processes([2**22 + 1]) == []
     assert mapped_writable([2**22 + 1]) == set()
+
+
+def test_a_process_that_ends_while_it_is_read_is_left_out_and_what_cannot_be_read_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pid, state, flags in ((7, "R", 0x4), (8, "Z", 0), (9, "R", 0)):
+        folder = tmp_path / str(pid)
+        (folder / "fd").mkdir(parents=True)
+        (folder / "status").write_text(f"Name:\tx\nNSpid:\t{pid}\n")
+        (folder / "maps").touch()
+        (folder / "stat").write_text(f"{pid} (a b) {state} 1 1 1 0 -1 {flags} 0 0 0")
+    real = Path.read_text
+
+    def read_text(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.name == "mountinfo":  # as the kernel does for a process that has left its namespaces
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert read_processes([7, 8], proc=tmp_path) == []
+    with pytest.raises(OSError, match="Invalid argument"):
+        read_processes([9], proc=tmp_path)
+
+
+def test_a_zombie_is_left_out() -> None:
+    child = os.posix_spawn("/bin/true", ["true"], {})
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    try:
+        assert read_processes([child]) == [] and mapped_writable([child]) == set()
+    finally:
+        os.waitpid(child, 0)

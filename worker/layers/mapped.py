@@ -11,6 +11,8 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from moorage.worker.preflight_proc import lives
+
 
 def mapped_shared_writable(pids: Iterable[int]) -> set[tuple[int, int]]:
     """``(st_dev, st_ino)`` of all files that these processes have mapped shared and could write through the mapping.
@@ -23,7 +25,9 @@ def mapped_shared_writable(pids: Iterable[int]) -> set[tuple[int, int]]:
         folder = Path("/proc", str(pid))
         try:
             lines = (folder / "maps").read_bytes().splitlines()
-        except (FileNotFoundError, ProcessLookupError):
+        except OSError:
+            if lives(folder):
+                raise
             continue
         for span in shared_spans(lines):
             mapping = folder / "map_files" / span

@@ -22,6 +22,8 @@ from moorage.tls import CRL_FILE
 
 ETCD = "etcd"
 COORDINATOR = "coordinator"
+#: Seconds. There is one coordinator, whose successor ends its lease: a short one would only be lost on a busy machine.
+LEADER_LEASE = 10
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,7 +92,7 @@ def write_files(cluster: Cluster) -> None:
         state=str(cluster.folder / "coordinator"),
         authority=str(authority(cluster)),
         metrics=f"{cluster.gateway}:{cluster.metrics_port}" if cluster.metrics_port else "",
-        lease_seconds=cluster.lease_seconds,
+        lease_seconds=max(cluster.lease_seconds, LEADER_LEASE),
     )
     write_atomically(cluster.folder / "coordinator" / "config.toml", to_toml(coordinator).encode())
     own = _tls(cluster, cluster.folder / "tls" / "client", user(), role="administer")
