@@ -25,7 +25,7 @@ import msgspec
 from bench.report import RESULTS, Report, Target, commit, versions
 from tests.support.nccl_sim_trial import Trial, trial
 
-SUMS = ("attempts", "cuts", "aborts", "unequal", "midway", "slides", "admitted", "rounds", "events")
+SUMS = ("attempts", "cuts", "aborts", "unequal", "midway", "slides", "rounds", "events")
 CHUNK = 50
 EVERY = 30.0  #: seconds between two writings of the record
 

@@ -2,8 +2,8 @@
 
 The rules, each one a method, in the order in which they are tried:
 
-1. `Cut.owed`: a rank that is behind on a lane gets its held call on that lane.
-2. `Cut.pushed`: a rank that is behind and holds no such call gets one of its held calls, if that seems in the way.
+1. `Gate.owed`: a rank that is behind on a lane goes on with its calls on that lane, as far as is needed (`Cut.needs`).
+2. `Gate.pushed`: a rank that is behind goes on with other calls, if they seem in the way (`Cut.pushing`).
 3. `Cut.slid`: when nothing has moved for a while, one held call in the whole job goes on.
 4. `Cut.accepted`: nobody behind, nobody inside, all streams dry: the cut.
 5. The deadline ends it.
@@ -23,6 +23,7 @@ from moorage.nccl_quiesce.model import (
     Admit,
     Decision,
     Drain,
+    Lane,
     Snapshot,
     Wait,
 )
@@ -71,10 +72,11 @@ class Cut:
 
     * Safety: `Accept` only for reports of one drain round in which all lanes agree, no thread is inside (but for
       destroys, and creations that stand still and that no member has finished), and no stream has work. While gates are
-      closed counts grow only by orders, and an order is given only when all reports to the last one are in; so reports
-      taken at different instants are as good as one instant.
+      closed counts grow only by orders, after a report only below what is needed, and an order is given only when all
+      reports to the last one are in; so reports taken at different instants are as good as one instant.
+    * Needs only grow, so those of an order are never too high.
     * Economy: rule 1 never lets a rank past what some other rank was let in to, but for the rest of a group or graph.
-    * One at a time: a slide is one call, and nothing else is ordered in that round.
+    * One at a time: a slide is one call.
     * Progress of time: at or after the deadline the decision is `Accept` or `Abort`.
     """
 
@@ -102,61 +104,39 @@ class Cut:
             return memory, abort
         if ready and not memory.draining:
             return msgspec.structs.replace(memory, draining=True, moved_at=now, worked_at=now), Drain()
-        orders, slide = self.orders(memory, picture, now), False
+        needs, push = self.needs(picture), self.pushing(memory, now)
+        orders, slide = self.finishing(memory, picture) if memory.draining else {}, False
         if not orders and (held := self.slid(memory, picture, now)) is not None:
             orders, slide = {held[0]: (held[1],)}, True
         if not orders:
-            return memory, Wait()
+            return memory, Wait(needs, push)
         return msgspec.structs.replace(
             memory,
             moved_at=now,
             slides=memory.slides + slide,
             worked_at=now if slide and _each(orders) & picture.work() else memory.worked_at,
             thawed=memory.thawed.union(picture.standing() & _each(orders)),
-        ), Admit(orders, slide)
+        ), Admit(orders, slide, needs, push)
 
     # ---- the rules
 
-    def orders(self, memory: Memory, picture: Picture, now: float) -> Orders:
-        """Rules 1 and 2 for every rank that is behind; and creations that some members have, for the others."""
+    def needs(self, picture: Picture) -> dict[int, dict[Lane, int]]:
+        """What rules 1 and 2 go by: for each rank that is behind its lanes and what they need."""
+        return {rank: {lane: short.need for lane, short in shorts.items()} for rank, shorts in picture.behind.items()}
+
+    def finishing(self, memory: Memory, picture: Picture) -> Orders:
+        """While draining, creations that some members have come through for the others."""
         orders: Orders = {}
-        pushing = self.pushing(memory, now)
-        for rank in picture.behind:
-            if tickets := self.owed(picture, rank):
-                orders[rank] = tuple(tickets)
-            elif pushing and (ticket := self.pushed(picture, rank)) is not None:
-                orders[rank] = (ticket,)
-        if memory.draining:
-            for rank, ticket in sorted(picture.standing(picture.unfinished()) - memory.thawed):
-                orders[rank] = (*orders.get(rank, ()), ticket)
+        for rank, ticket in sorted(picture.standing(picture.unfinished()) - memory.thawed):
+            orders[rank] = (*orders.get(rank, ()), ticket)
         return orders
 
     def thawing(self, memory: Memory, picture: Picture) -> set[Held]:
         """Creations that were let through and have not come through: they no longer stand still, so they must end."""
         return picture.standing() & memory.thawed
 
-    def owed(self, picture: Picture, rank: int) -> list[int]:
-        """Rule 1. Held calls that touch a lane on which the rank is behind; of a group or graph any lane counts.
-
-        Threads of one rank that use one lane take turns, or the job itself would not know the order; so no lane has
-        more than one of these.
-        """
-        behind = picture.behind[rank].keys()
-        return [call.ticket for call in picture.snapshots[rank].held if not behind.isdisjoint(call.lanes)]
-
-    def pushed(self, picture: Picture, rank: int) -> int | None:
-        """Rule 2. The call that is missing will come from some thread, and one that is held may be in its way.
-
-        It most likely is if that thread used such a communicator last. If another thread did, that one is running, or
-        blocked inside NCCL by a partner that is behind, and comes by itself. Moving the wrong thread takes the rank
-        ahead elsewhere, its partners fall behind, and two ranks could push each other for ever. Where this guess does
-        not help, a slide does; so late in an attempt nobody is pushed any more (`Settings.pushing`).
-        """
-        users = {picture.snapshots[rank].users.get(lane.communicator) for lane in picture.behind[rank]}
-        return next((call.ticket for call in picture.snapshots[rank].held if call.thread in users), None)
-
     def pushing(self, memory: Memory, now: float) -> bool:
-        """Whether rule 2 is in force: its guesses must end some time."""
+        """Whether rule 2 is in force. It guesses, so it must end some time; where it does not help a slide does."""
         return now - memory.began < self.settings.pushing * self.settings.deadline
 
     def slid(self, memory: Memory, picture: Picture, now: float) -> Held | None:

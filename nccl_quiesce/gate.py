@@ -25,7 +25,8 @@ class Gate:
       then as held, or as inside and counted in ``admitted`` until `leave`. So every report after the closing shows
       whatever looked at the gate while it was open. (A library without locks counts at `enter`, and takes off in a
       report what is held and what has not settled.)
-    * While the gate is closed ``admitted`` grows only by `obey`.
+    * While the gate is closed ``admitted`` grows only by the tickets of an order, and as long as a count is below what
+      the newest order says that it needs. So no more when all counts are what is needed.
     * `obey` carries out each round at most once, whatever is late, doubled or lost; an attempt that is over stays over.
     * Calls under stream capture never come here; destroys do not either, except to be seen (`destroy`).
     """
@@ -44,6 +45,8 @@ class Gate:
         self.exited = False
         self._thaw: set[int] = set()  #: creations that may come through
         self._free: dict[int, Call] = {}  #: threads that may submit work until the next order
+        self._needs: dict[Lane, int] = {}
+        self._push = False
         self._tickets = itertools.count(1)
 
     # ---- what the job's threads do
@@ -68,7 +71,7 @@ class Gate:
         """
         call = self.entering.pop(ticket)
         self.moves += 1
-        if was_open or call.destroys or self.phase == "open":
+        if was_open or call.destroys or self.phase == "open" or self._goes_on(call):
             self._begin(call)
             return True
         self.held[ticket] = call
@@ -122,16 +125,15 @@ class Gate:
             self.attempt, self.round = order.attempt, order.round
             self.phase = order.phase
             self._free.clear()
+            self._needs, self._push = order.needs, order.push
             for ticket in order.admit if order.phase != "open" else tuple(self.held):
-                if (call := self.held.pop(ticket, None)) is not None:
-                    self.moves += 1
-                    if call.submits:
-                        self._free[call.thread] = call
-                    else:
-                        self._begin(call)
-                    self._let_in(ticket)
+                if ticket in self.held:
+                    self._admit(ticket)
                 elif ticket in self.inside:
                     self._thaw.add(ticket)
+            for ticket, call in tuple(self.held.items()) if self._needs else ():
+                if ticket in self.held and self._goes_on(call):
+                    self._admit(ticket)
             if order.admit or order.phase == "open":
                 self._thawed()
         return self.report(undrained() if self.phase == "drain" else ())
@@ -155,6 +157,33 @@ class Gate:
         )
 
     # ---- inner parts
+
+    def _goes_on(self, call: Call) -> bool:
+        """Whether a call goes on at a closed gate: rules 1 and 2 of the cut, as far as needs are known here."""
+        behind = [lane for lane, need in self._needs.items() if self.admitted.get(lane, 0) < need]
+        return bool(behind) and (self.owed(call, behind) or (self._push and self.pushed(call, behind)))
+
+    def owed(self, call: Call, behind: list[Lane]) -> bool:
+        """Rule 1. A call on a lane on which the process is behind; of a group or graph any lane counts."""
+        return any(lane in call.lanes for lane in behind)
+
+    def pushed(self, call: Call, behind: list[Lane]) -> bool:
+        """Rule 2. The call that is missing will come from some thread, and one that is held may be in its way.
+
+        It most likely is if that thread used such a communicator last. If another thread did, that one is running, or
+        blocked inside NCCL by a partner that is behind, and comes by itself. Moving the wrong thread takes the rank
+        ahead elsewhere, its partners fall behind, and two ranks could push each other for ever.
+        """
+        return any(self.users.get(lane.communicator) == call.thread for lane in behind)
+
+    def _admit(self, ticket: int) -> None:
+        call = self.held.pop(ticket)
+        self.moves += 1
+        if call.submits:
+            self._free[call.thread] = call
+        else:
+            self._begin(call)
+        self._let_in(ticket)
 
     def _begin(self, call: Call) -> None:
         self.inside[call.ticket] = call

@@ -100,12 +100,18 @@ class Order(msgspec.Struct, frozen=True):
 
     ``admit``: tickets that go on: held calls; creations that stand still; a thread that is held with work for a stream
     may submit any until the next order, and is reported as entering until then.
+
+    ``needs``: lanes on which the process was behind when this was decided, with what they need. Until the next order,
+    as long as a count is below, calls on such a lane go on without being named, and, with ``push``, any other calls of
+    the threads that used these communicators last.
     """
 
     attempt: int
     round: int
     phase: Phase
     admit: tuple[int, ...] = ()
+    needs: dict[Lane, int] = {}
+    push: bool = False
 
 
 class Short(msgspec.Struct, frozen=True):
@@ -140,14 +146,22 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Nothing to order: ask again, in the same phase."""
+    """Ask again, in the same phase. ``needs``: for each rank that is behind the lanes and what they need.
+
+    ``push``: whether a rank that is behind may go on with what else it holds.
+    """
+
+    needs: dict[int, dict[Lane, int]] = {}
+    push: bool = False
 
 
 class Admit(msgspec.Struct, frozen=True):
-    """Let these held calls go on: for each rank its tickets. ``slide``: no rank was owed any, somebody had to move."""
+    """The same, and let these held calls go on: for each rank its tickets. ``slide``: one that nobody owes."""
 
     orders: dict[int, tuple[int, ...]]
     slide: bool = False
+    needs: dict[int, dict[Lane, int]] = {}
+    push: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True):

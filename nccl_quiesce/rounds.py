@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from moorage.nccl_quiesce.cut import Cut
-from moorage.nccl_quiesce.model import Abort, Accept, Admit, Decision, Order, Phase, Snapshot
+from moorage.nccl_quiesce.model import Abort, Accept, Admit, Drain, Lane, Order, Phase, Snapshot, Wait
 
 #: What goes out: the rank that it is for, and its order.
 Outgoing = list[tuple[int, Order]]
@@ -45,7 +45,7 @@ class Rounds:
     def __init__(self, ranks: Iterable[int], *, attempt: int, cut: Cut, pace: Pace | None = None) -> None:
         self.ranks = frozenset(ranks)
         self.attempt, self.cut, self.pace = attempt, cut, pace or Pace()
-        self.round = self.slides = self.admitted = 0
+        self.round = self.slides = 0
         self.result: Accept | Abort | None = None
         self.released = False
         #: When `tick` must be called next.
@@ -54,7 +54,8 @@ class Rounds:
         self._reports: dict[int, Snapshot] = {}
         self._last: dict[int, Snapshot] = {}  #: all reports of the last round that is over
         self._sent = 0.0
-        self._next: Decision | None = None
+        self._next: Wait | Drain | None = None
+        self._needs: dict[int, dict[Lane, int]] = {}  #: of the last orders
         self._pause = self.pace.shortest
 
     def start(self, now: float) -> Outgoing:
@@ -90,22 +91,21 @@ class Rounds:
             return self._end(decision, now)
         if isinstance(decision, Admit):
             self.slides += decision.slide
-            self.admitted += sum(map(len, decision.orders.values()))
-            self._pause = self.pace.shortest
-            return self._send("drain" if self.memory.draining else "cut", decision.orders, now)
-        # Nothing is to be let in: leave the ranks a little time.
-        self._next = decision
-        self.wake = min(now + self._pause, self._deadline)
-        self._pause = min(2 * self._pause, self.pace.longest)
-        return []
+        elif isinstance(decision, Drain) or decision.needs == self._needs:
+            # Nothing is new: leave the ranks a little time.
+            self._next = decision
+            self._pause = min(2 * self._pause, self.pace.longest) if self.memory.moved_at < now else self.pace.shortest
+            self.wake = min(now + self._pause, self._deadline)
+            return []
+        return self._order(decision, now)
 
     def tick(self, now: float) -> Outgoing:
         """Time has passed: the next round is due, or an order is to be sent again, or the deadline is over."""
         if now < self.wake or self.released:
             return []
         if self._next is not None:
-            self._next = None
-            return self._send("drain" if self.memory.draining else "cut", {}, now)
+            decision, self._next = self._next, None
+            return self._order(decision, now)
         missing = sorted(self.ranks - self._reports.keys())
         if self.result is None and now >= self._deadline:
             return self._end(self._overdue(missing, now), now)
@@ -131,15 +131,33 @@ class Rounds:
         soon = now + self.pace.again
         return soon if self.result is not None or now >= self._deadline else min(soon, self._deadline)
 
-    def _send(self, phase: Phase, admit: dict[int, tuple[int, ...]], now: float) -> Outgoing:
+    def _order(self, decision: Wait | Admit | Drain, now: float) -> Outgoing:
+        phase: Phase = "drain" if self.memory.draining else "cut"
+        if isinstance(decision, Drain):
+            return self._send(phase, {}, now)
+        admit = decision.orders if isinstance(decision, Admit) else {}
+        orders = {
+            rank: Order(self.attempt, self.round + 1, phase, admit.get(rank, ()), needs, decision.push)
+            if (needs := decision.needs.get(rank, {}))
+            else Order(self.attempt, self.round + 1, phase, admit.get(rank, ()))
+            for rank in admit.keys() | decision.needs.keys()
+        }
+        self._pause = self.pace.shortest if isinstance(decision, Admit) else self._pause
+        return self._send(phase, orders, now, decision.needs)
+
+    def _send(
+        self,
+        phase: Phase,
+        special: dict[int, Order],
+        now: float,
+        needs: dict[int, dict[Lane, int]] | None = None,
+    ) -> Outgoing:
         self.round += 1
+        self._needs = needs or {}
         self._reports = {}
         self._sent = now
         common = Order(self.attempt, self.round, phase)
-        self._orders = {
-            rank: Order(self.attempt, self.round, phase, admit[rank]) if rank in admit else common
-            for rank in sorted(self.ranks)
-        }
+        self._orders = {rank: special.get(rank, common) for rank in sorted(self.ranks)}
         self.wake = self._soon(now)
         return list(self._orders.items())
 

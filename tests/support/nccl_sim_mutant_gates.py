@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from moorage.nccl_quiesce.gate import Gate
-from moorage.nccl_quiesce.model import Creation, Lane, Order, Snapshot
+from moorage.nccl_quiesce.model import Call, Creation, Lane, Order, Snapshot
 from moorage.nccl_quiesce.rounds import Outgoing, Rounds
 from tests.support.nccl_sim import World
 from tests.support.nccl_sim_parts import Op, Step, Thread
@@ -110,6 +110,59 @@ class Grudging(World):
     gate = Gate
 
 
+# ---- going on at a closed gate
+
+
+class NothingOwed(World):
+    """Rule 1 is missing."""
+
+    class Gate(Gate):
+        def owed(self, call: Call, behind: list[Lane]) -> bool:
+            return False
+
+    gate = Gate
+
+
+class AnyCallOwed(World):
+    """Rule 1 lets in whatever a rank that is behind holds, on any communicator."""
+
+    class Gate(Gate):
+        def owed(self, call: Call, behind: list[Lane]) -> bool:
+            return True
+
+    gate = Gate
+
+
+class OwedWithoutEnd(World):
+    """Rule 1 does not stop at what is needed."""
+
+    class Gate(Gate):
+        def _goes_on(self, call: Call) -> bool:
+            return super()._goes_on(call) or not call.lanes.keys().isdisjoint(self._needs)
+
+    gate = Gate
+
+
+class NobodyPushed(World):
+    """Rule 2 is missing."""
+
+    class Gate(Gate):
+        def pushed(self, call: Call, behind: list[Lane]) -> bool:
+            return False
+
+    gate = Gate
+
+
+class AnyThreadPushed(World):
+    """Rule 2 takes any held call of the rank, whichever thread it is of."""
+
+    class Gate(Gate):
+        def pushed(self, call: Call, behind: list[Lane]) -> bool:
+            return True
+
+    gate = Gate
+
+
 # ---- orders and reports
 
 
@@ -171,6 +224,11 @@ WORLDS: list[type[World]] = [
     CreationsComeThrough,
     StreamsFillAgain,
     Grudging,
+    NothingOwed,
+    AnyCallOwed,
+    OwedWithoutEnd,
+    NobodyPushed,
+    AnyThreadPushed,
     LateOrders,
     LateReports,
     StandIns,

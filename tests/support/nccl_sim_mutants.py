@@ -99,35 +99,6 @@ class DestroysBlock(Cut):
 # ---- moving
 
 
-class NothingOwed(Cut):
-    """Rule 1 is missing."""
-
-    def owed(self, picture: Picture, rank: int) -> list[int]:
-        return []
-
-
-class AnyCallOwed(Cut):
-    """Rule 1 lets in whatever a rank that is behind holds, on any communicator."""
-
-    def owed(self, picture: Picture, rank: int) -> list[int]:
-        return [call.ticket for call in picture.snapshots[rank].held]
-
-
-class NobodyPushed(Cut):
-    """Rule 2 is missing."""
-
-    def pushed(self, picture: Picture, rank: int) -> int | None:
-        return None
-
-
-class AnyThreadPushed(Cut):
-    """Rule 2 takes any held call of the rank, whichever thread it is of."""
-
-    def pushed(self, picture: Picture, rank: int) -> int | None:
-        held = picture.snapshots[rank].held
-        return held[0].ticket if held else None
-
-
 class PushedForEver(Cut):
     """Rule 2 is in force until the end."""
 
@@ -160,8 +131,8 @@ class CreationsStandForEver(Cut):
 class HalfMadeStandForEver(Cut):
     """A creation that came through at some members stands still at the others."""
 
-    def orders(self, memory: Memory, picture: Picture, now: float) -> Orders:
-        return super().orders(msgspec.structs.replace(memory, draining=False), picture, now)
+    def finishing(self, memory: Memory, picture: Picture) -> Orders:
+        return {}
 
 
 class WorkIsHeldForEver(Cut):
@@ -271,10 +242,6 @@ CUTS: list[type[Cut]] = [
     CreationsBlock,
     CreationsAreLeft,
     DestroysBlock,
-    NothingOwed,
-    AnyCallOwed,
-    NobodyPushed,
-    AnyThreadPushed,
     PushedForEver,
     NoSlide,
     NoSlideWhileDraining,

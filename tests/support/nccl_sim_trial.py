@@ -27,7 +27,6 @@ class Trial(msgspec.Struct, frozen=True):
     unequal: int = 0  #: attempts whose counts were unequal when the gates began to close
     midway: int = 0  #: cuts with work of the program still to come
     slides: int = 0
-    admitted: int = 0
     rounds: int = 0
     events: int = 0
     longest: float = 0.0  #: seconds of virtual time that the longest attempt took, rebuilding included
@@ -98,7 +97,6 @@ def trial(
         unequal=sum(unequal for _, unequal in run.began),
         midway=run.midway,
         slides=slides,
-        admitted=sum(rounds.admitted for rounds in run.tried),
         rounds=sum(rounds.round for rounds in run.tried),
         events=run.events,
         longest=max(run.took, default=0.0),

@@ -251,3 +251,55 @@ def test_moves_change_with_everything_that_threads_do() -> None:
     assert moved()
     rig.gate.submit(1)
     assert moved()
+
+
+def needing(rig: Rig, need: int, *, push: bool = False) -> Snapshot:
+    rig.round += 1
+    report = rig.gate.obey(Order(1, rig.round, "cut", needs={LANE: need}, push=push), tuple)
+    assert report is not None
+    return report
+
+
+def test_calls_go_on_by_themselves_as_far_as_is_needed_and_no_further() -> None:
+    rig = Rig()
+    rig.obey("cut")
+    first, passed = rig.call()
+    assert not passed
+    assert needing(rig, 3).admitted == {LANE: 1}
+    assert rig.let_in == [first]
+    assert rig.call()[1]
+    assert rig.call()[1]
+    last, passed = rig.call()
+    assert not passed
+    assert rig.gate.admitted == {LANE: 3}
+    assert [call.ticket for call in needing(rig, 3).held] == [last]
+
+
+def test_what_one_order_says_is_needed_ends_with_the_next() -> None:
+    rig = Rig()
+    rig.obey("cut")
+    needing(rig, 3)
+    rig.obey("cut")
+    assert not rig.call()[1]
+
+
+def test_a_group_goes_on_as_soon_as_one_of_its_lanes_is_needed() -> None:
+    rig = Rig()
+    needing(rig, 1)
+    ticket = rig.gate.enter(0, {SEND: 2, LANE: 1})
+    assert rig.gate.settle(ticket, rig.gate.look())
+    assert not rig.call()[1]
+
+
+def test_other_calls_of_the_thread_that_used_the_communicator_last_go_on_if_they_are_pushed() -> None:
+    for push in (False, True):
+        rig = Rig()
+        rig.call(thread=5)
+        rig.obey("cut")
+        others = {thread: rig.gate.enter(thread, {Lane("d", 0, "collective"): 1}) for thread in (4, 5)}
+        for ticket in others.values():
+            assert not rig.gate.settle(ticket, rig.gate.look())
+        needing(rig, 2, push=push)
+        assert rig.let_in == ([others[5]] if push else [])
+        needing(rig, 1, push=push)  # no longer behind
+        assert len(rig.let_in) == push

@@ -20,7 +20,9 @@ Mutant: TypeAlias = type[Cut] | type[World]
 WRITTEN: dict[Mutant, Callable[..., Any]] = {
     gates.StreamsFillAgain: cases.busy_stream,
     gates.Grudging: cases.opened_meanwhile,
-    rules.NothingOwed: cases.another_thread,
+    gates.LateReports: cases.much_is_lost,
+    rules.InsideIsFine: cases.first_collectives,
+    gates.NothingOwed: cases.another_thread,
     rules.PushedForEver: cases.late_push,
     rules.CreationsStandForEver: cases.creation_first,
     rules.AnyCreationSlides: cases.grouped_creation,

@@ -78,9 +78,12 @@ def test_the_first_report_of_a_round_counts() -> None:
     busy = Snapshot(1, one.round, 0, admitted={lane: 1}, handles=(Handle("c", 0, 2),))
     talk.receive(busy, 0.0)
     talk.receive(Snapshot(1, one.round, 0), 0.0)
-    talk.receive(Snapshot(1, two.round, 1, handles=(Handle("c", 1, 2),)), 0.0)
-    outgoing = talk.tick(talk.wake)
-    assert {order.phase for _, order in outgoing} == {"cut"}  # rank 1 is behind
+    outgoing = talk.receive(Snapshot(1, two.round, 1, handles=(Handle("c", 1, 2),)), 0.0)
+    # Rank 1 is behind, and told so at once.
+    assert outgoing == [
+        (0, Order(1, 2, "cut")),
+        (1, Order(1, 2, "cut", needs={Lane("c", 1, "collective"): 1}, push=True)),
+    ]
 
 
 def test_lost_messages_are_sent_again_to_those_who_are_silent() -> None:
