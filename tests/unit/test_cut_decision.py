@@ -104,9 +104,7 @@ def whole(snapshots: dict[int, Snapshot]) -> bool:
     if "creating" not in states and len(new) == 1:
         return False
     calls = [call for s in snapshots.values() for call in s.inside]
-    if any(call.lanes for call in calls) or any(s.entering for s in snapshots.values()):
-        return False
-    return True
+    return not (any(call.lanes for call in calls) or any(s.entering for s in snapshots.values()))
 
 
 def decide(snapshots: dict[int, Snapshot], *, draining: bool, now: float = 0.0) -> tuple[Memory, Decision]:
