@@ -151,12 +151,7 @@ def attempt(layout: Layout, seed: int, skew: int) -> dict[str, float]:
             raise SystemExit(f"seed {seed}: {result.reason}")
         check()
         told = rounds.round
-        outgoing = rounds.release(time.monotonic())
-        for rank, order in outgoing:
-            report = await transport.exchange(rank, order)
-            assert report is not None
-            rounds.receive(report, time.monotonic())
-        assert rounds.released
+        await driver.release(rounds, transport)
         return {
             "cut_seconds": cut - began,
             "cut_cpu_seconds": cpu - used,

@@ -30,8 +30,28 @@ class Transport(Protocol):
 async def run(rounds: Rounds, transport: Transport, *, now: Callable[[], float] = time.monotonic) -> Accept | Abort:
     """Drive an attempt to its decision; after an `Abort` until all gates have confirmed that they are open.
 
-    Cancelled, it leaves the gates as they are: whoever owns the attempt's outcome then opens them.
+    Cancelled, it leaves the gates as they are: whoever owns the attempt's outcome then opens them (`release`).
     """
+    await _drive(rounds, transport, rounds.start, lambda: isinstance(rounds.result, Accept), now)
+    assert rounds.result is not None
+    return rounds.result
+
+
+async def release(rounds: Rounds, transport: Transport, *, now: Callable[[], float] = time.monotonic) -> None:
+    """Open the gates: after a cut, once the communicators stand again, or to give the attempt up.
+
+    Goes on until all have confirmed, so the caller sets the limit.
+    """
+    await _drive(rounds, transport, rounds.release, lambda: False, now)
+
+
+async def _drive(
+    rounds: Rounds,
+    transport: Transport,
+    begin: Callable[[float], Outgoing],
+    over: Callable[[], bool],
+    now: Callable[[], float],
+) -> None:
     reports: asyncio.Queue[Snapshot] = asyncio.Queue()
     exchanges: dict[int, asyncio.Task[None]] = {}
 
@@ -51,8 +71,8 @@ async def run(rounds: Rounds, transport: Transport, *, now: Callable[[], float] 
             exchanges[rank] = asyncio.create_task(exchange(rank, order))
 
     try:
-        send(rounds.start(now()))
-        while rounds.result is None or (isinstance(rounds.result, Abort) and not rounds.released):
+        send(begin(now()))
+        while not over() and not rounds.released:
             try:
                 async with asyncio.timeout(max(0.0, rounds.wake - now())):
                     report = await reports.get()
@@ -60,7 +80,6 @@ async def run(rounds: Rounds, transport: Transport, *, now: Callable[[], float] 
                 send(rounds.tick(now()))
             else:
                 send(rounds.receive(report, now()))
-        return rounds.result
     finally:
         for task in exchanges.values():
             task.cancel()

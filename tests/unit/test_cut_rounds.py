@@ -181,6 +181,8 @@ def test_a_transport_that_loses_much_comes_to_a_cut() -> None:
         talk = Rounds(range(8), attempt=1, cut=Cut(Settings(deadline=60.0)), pace=Pace(again=0.02))
         assert isinstance(await driver.run(talk, ranks), Accept)
         assert {gate.phase for gate in ranks.gates} == {"drain"}
+        await driver.release(talk, ranks)
+        assert {gate.phase for gate in ranks.gates} == {"open"}
 
     asyncio.run(attempt())
 
