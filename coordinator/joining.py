@@ -147,6 +147,7 @@ async def join(leader: Leader, request: pb.JoinRequest, caller: Identity) -> pb.
         store=config.node_store or config.store,
         lease_seconds=config.lease_seconds,
         node=node,
+        store_settings=msgspec.json.encode(config.store_settings).decode(),
     )
 
 

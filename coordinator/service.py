@@ -365,6 +365,7 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         return await joining.join(self._leading(), request, rpc.caller.get())
 
     async def RemoveNode(self, request: pb.NodeRef, context: Any) -> pb.RemoveNodeReply:
+        roles.check_leaving(rpc.caller.get(), request.node)
         return await joining.remove(self._leading(), request.node)
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusReply:

@@ -43,6 +43,7 @@ from moorage.worker import inventory, metrics
 from moorage.worker.agent import Agent
 from moorage.worker.agent_node import Node
 from moorage.worker.agent_session import Registration
+from moorage.worker.local import LocalSocket
 from moorage.worker.service import WorkerService
 
 log = structlog.get_logger(__name__)
@@ -134,6 +135,7 @@ class _Daemon:
         watch = Watch(config.metrics, config.tls, registry, lambda: self._trouble(registration))
         add_WorkerServicer_to_server(WorkerService(agent), server)
         self._port = _bind(server, config)
+        local = LocalSocket(agent)
         stopping = asyncio.create_task(stop.wait())
         looking: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
@@ -148,6 +150,7 @@ class _Daemon:
                 await agent.adopt()
                 await server.start()
                 self._serving = True
+                await local.start()
                 tasks.append(asyncio.create_task(agent.refresh(), name="refresh"))
                 looking = asyncio.create_task(self._look_at_machine(registration), name="doctor")
                 notify("READY=1")
@@ -156,6 +159,7 @@ class _Daemon:
                 await _first(*tasks)
         finally:
             notify("STOPPING=1")
+            await local.close()
             await server.stop(_GRACE_SECONDS)
             if await agent.close():
                 await registration.revoke()

@@ -31,6 +31,7 @@ from moorage.worker.layers import CaptureIndex, LayerCapture, PodLayers
 from moorage.worker.network import MemberAddress, PodNetwork, PublishedPort
 from moorage.worker.pod_phase import GONE_PHASES, Change, follow
 from moorage.worker.pod_record import PodRecord
+from moorage.worker.pod_user import Opened
 from moorage.worker.sandbox.cgroup import PodCgroup
 
 log = structlog.get_logger(__name__)
@@ -69,10 +70,17 @@ class Pod:
         self.guarding: asyncio.Task[None] | None = None  # listens to the guard, replaces it when it dies
         self.log = log.bind(job=record.job, pod=record.pod, incarnation=record.incarnation)
         self._orders: dict[tuple[str, int], asyncio.Task[Any]] = {}
+        self.opened: Opened | None = None  # while the pod is brought up
         self._layers: PodLayers | None = None
         self._told = (0.0, 0)
         if self.gone:
             self.over.set()
+
+    def close_opened(self) -> None:
+        """The pod stands, or will not: what it names on the host is no longer needed."""
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            opened.close()
 
     # -- what it is
 

@@ -26,7 +26,7 @@ async def start(pod: Pod) -> Timings:
     began = time.monotonic()
     try:
         user = pod_user.resolve(pod.spec)
-        pod_user.check_paths(pod.spec)
+        pod.opened = await asyncio.to_thread(pod_user.Opened, pod.spec, user)
         if pod.spec.gpus_per_pod:
             raise UsageError("pods with GPUs are not supported yet", "leave --gpus-per-pod out")
         await all_ended(_root(pod, user), _network(pod, sealed=False))
@@ -42,6 +42,8 @@ async def start(pod: Pod) -> Timings:
         await pod_guard.undo(pod)
         pod.change(Change.BROKE, str(error))
         raise
+    finally:
+        pod.close_opened()
     pod.change(Change.STARTED)
     timings["start"] = time.monotonic() - began
     return timings
@@ -69,7 +71,7 @@ def _lay_root(pod: Pod, user: pod_user.User) -> None:
     )
     pod.layers = layers
     podinit.install(layers.upper, init_config(pod, user))
-    layers.mount()
+    layers.mount(pod.opened.image if pod.opened else None)
     write_names(pod)
     write_bundle(pod, user)
 
@@ -116,9 +118,10 @@ def write_bundle(pod: Pod, user: pod_user.User) -> None:
     """The OCI configuration of the pod. The layers must be planned, the network need not stand yet."""
     spec, layers = pod.spec, pod.layers
     binds = [oci.Bind(source=bind.source, destination=bind.destination) for bind in layers.binds]
+    sources = pod.opened.mounts if pod.opened else []
     binds += [
-        oci.Bind(source=Path(mount.source), destination=mount.destination, read_only=mount.read_only)
-        for mount in spec.mounts
+        oci.Bind(source=source, destination=mount.destination, read_only=mount.read_only)
+        for source, mount in zip(sources, spec.mounts, strict=True)
     ]
     pod.node.runc_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = oci.PodConfig(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from moorage.errors import EnvironmentLacking, Forbidden, UsageError
 from moorage.v1.types_pb2 import JobSpec
+from moorage.worker.layers.owner import acting_as, owner_of
 from moorage.worker.pod_environment import DEFAULT_PATH
 
 
@@ -67,16 +68,61 @@ def _account(entry: pwd.struct_passwd) -> User:
     return User(entry.pw_uid, entry.pw_gid, groups, entry.pw_name, entry.pw_dir)
 
 
-def check_paths(spec: JobSpec) -> None:
-    """Raises `UsageError` for an image, `EnvironmentLacking` for a mount's source that is not on this node."""
-    if spec.image and not Path(spec.image).is_dir():
-        raise UsageError(f"image {spec.image} is no folder of this node", "name a root file system that every node has")
-    for mount in spec.mounts:
-        if not Path(mount.source).exists():
-            raise EnvironmentLacking(
-                f"{mount.source}, which is to be mounted, does not exist on this node",
-                "make it on the nodes, or name those that have it with --on",
-            )
+class Opened:
+    """The host's folders and files that a job names, opened with its user's rights (O_PATH).
+
+    A mount or an image does away with the way that leads to it: behind a folder that the user may not enter he could
+    read what is readable in it. And what he named may be another thing by the time that root uses its name, so root
+    uses these descriptors. They live until `close`.
+    """
+
+    def __init__(self, spec: JobSpec, user: User) -> None:
+        """Raises `UsageError` for an image, `EnvironmentLacking` for a mount's source that is not on this node,
+        `Forbidden` for one that the user may not reach."""
+        self.image: int | None = None
+        self._mounts: list[int] = []
+        self._owner = owner_of(user.uid, user.gid, user.groups)
+        try:
+            if spec.image:
+                self.image = self._open(spec.image, user, os.O_DIRECTORY)
+                if self.image is None:
+                    raise UsageError(
+                        f"image {spec.image} is no folder of this node", "name a root file system that every node has"
+                    )
+            for mount in spec.mounts:
+                found = self._open(mount.source, user)
+                if found is None:
+                    raise EnvironmentLacking(
+                        f"{mount.source}, which is to be mounted, does not exist on this node",
+                        "make it on the nodes, or name those that have it with --on",
+                    )
+                self._mounts.append(found)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: str, user: User, flags: int = 0) -> int | None:
+        try:
+            with acting_as(self._owner):
+                return os.open(path, os.O_PATH | os.O_CLOEXEC | flags)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except PermissionError:
+            raise Forbidden(
+                f"user {user.name} may not reach {path} on this node", "name what that user may read"
+            ) from None
+
+    @property
+    def mounts(self) -> list[Path]:
+        """What to mount, in the order of the spec: names that only this process, while it lives, gives to others."""
+        return [Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in self._mounts]
+
+    def close(self) -> None:
+        """Close them all. Idempotent."""
+        fds = [*self._mounts, *([] if self.image is None else [self.image])]
+        self._mounts, self.image = [], None
+        for fd in fds:
+            os.close(fd)
 
 
 def command_paths(spec: JobSpec) -> list[str]:

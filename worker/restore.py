@@ -53,6 +53,7 @@ async def restore(pod: Pod) -> Timings:
         pod.change(Change.BROKE, str(error))
         raise
     finally:
+        pod.close_opened()
         if staging is not None:
             await asyncio.to_thread(pod_staging.drop, staging)
     timings["restore"] = time.monotonic() - began
@@ -128,10 +129,11 @@ def _fetch_layers(pod: Pod, manifest: PodManifest) -> CaptureIndex | None:
 
 
 def _lay_root(pod: Pod) -> None:
-    pod_user.check_paths(pod.spec)
-    pod.layers.mount()
+    user = pod_user.resolve(pod.spec)
+    pod.opened = pod_user.Opened(pod.spec, user)
+    pod.layers.mount(pod.opened.image)
     pod_start.write_names(pod)
-    pod_start.write_bundle(pod, pod_user.resolve(pod.spec))
+    pod_start.write_bundle(pod, user)
 
 
 def _come_back_finished(pod: Pod, manifest: PodManifest) -> None:

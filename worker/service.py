@@ -14,8 +14,9 @@ from moorage.errors import UsageError
 from moorage.v1 import types_pb2, worker_pb2
 from moorage.v1.worker_pb2_grpc import WorkerServicer
 from moorage.worker import exec as exec_session
-from moorage.worker import logs
+from moorage.worker import logs, pod_user
 from moorage.worker.agent import Agent
+from moorage.worker.layers.owner import Owner, acting_as, owner_of
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -109,8 +110,10 @@ class WorkerService(WorkerServicer):
         fence = request.fence
         await self._agent.admit(fence)
         pod = self._agent.find(fence.job, fence.incarnation, fence.pod)
-        pieces = pod.layers.iter_parts(request.path)
-        while batch := await asyncio.to_thread(_take, pieces):
+        user = pod_user.resolve(pod.spec)
+        owner = owner_of(user.uid, user.gid, user.groups)
+        pieces = await asyncio.to_thread(pod.layers.iter_parts, request.path)
+        while batch := await asyncio.to_thread(_take, pieces, owner):
             for piece in batch:
                 yield worker_pb2.FilePart(
                     path=piece.path.encode(errors="surrogateescape").decode(errors="replace"),
@@ -132,8 +135,10 @@ class WorkerService(WorkerServicer):
         return worker_pb2.DescribeReply(findings=await asyncio.to_thread(_findings, self._agent))
 
 
-def _take(pieces: Iterator[T]) -> list[T]:
-    return list(islice(pieces, _PIECES_AT_ONCE))
+def _take(pieces: Iterator[T], owner: Owner) -> list[T]:
+    """The next pieces, read with the rights of the job's owner: what the job may not read, its owner does not get."""
+    with acting_as(owner):
+        return list(islice(pieces, _PIECES_AT_ONCE))
 
 
 def _findings(agent: Agent) -> list[worker_pb2.Finding]:

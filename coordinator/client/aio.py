@@ -149,6 +149,23 @@ class AsyncClient(FleetCalls):
         """Remove from the store what no checkpoint needs."""
         return PruneInfo.of(await self.connection.call("Prune", pb.PruneRequest(dry_run=dry_run), timeout=3600))
 
+    async def audit(self, job: str = "", *, follow: bool = False) -> AsyncIterator[EventInfo]:
+        """Who asked for what, allowed or refused, oldest first. Takes the role administer."""
+        request = pb.ListEventsRequest(job=job, follow=follow, audit=True)
+        async for message in self.connection.stream("ListEvents", lambda: request):
+            yield EventInfo.of(message)
+
+    async def node_token(self, *, node: str = "", seconds: float = 0.0) -> pb.NodeTokenReply:
+        """A token with which one machine may join. Takes the role administer."""
+        request = pb.NodeTokenRequest(node=node, seconds=seconds)
+        reply: pb.NodeTokenReply = await self.connection.call("NodeToken", request)
+        return reply
+
+    async def remove_node(self, node: str) -> list[str]:
+        """Revoke what a node was given; returns the serial numbers. Takes the role administer."""
+        reply = await self.connection.call("RemoveNode", pb.NodeRef(node=node))
+        return list(reply.serials)
+
     async def status(self) -> StatusInfo:
         """Who leads, and where the store is."""
         return StatusInfo.of(await self.connection.call("Status", pb.StatusRequest()))

@@ -27,6 +27,7 @@ from moorage.coordinator.client.models import (
     PruneInfo,
     StatusInfo,
 )
+from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2
 
 T = TypeVar("T")
@@ -206,6 +207,18 @@ class Client:
     def cancel_drain(self, drain: str) -> DrainInfo:
         """Let no move of a drain begin any more."""
         return self._loop.run(self._client.cancel_drain(drain))
+
+    def audit(self, job: str = "", *, follow: bool = False) -> Iterator[EventInfo]:
+        """Who asked for what, allowed or refused."""
+        return self._loop.iterate(self._client.audit(job, follow=follow))
+
+    def node_token(self, *, node: str = "", seconds: float = 0.0) -> pb.NodeTokenReply:
+        """A token with which one machine may join."""
+        return self._loop.run(self._client.node_token(node=node, seconds=seconds))
+
+    def remove_node(self, node: str) -> list[str]:
+        """Revoke what a node was given; returns the serial numbers."""
+        return self._loop.run(self._client.remove_node(node))
 
     def status(self) -> StatusInfo:
         """Who leads, and where the store is."""

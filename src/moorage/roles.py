@@ -75,7 +75,7 @@ _COORDINATOR: Final[dict[str, Rule]] = {
     "CancelDrain": _ADMINISTER,
     "WatchDrain": _see(),
     "NodeToken": _ADMINISTER,
-    "RemoveNode": _ADMINISTER,
+    "RemoveNode": Rule("cluster", "administer", also=("worker",)),  # a node itself alone: see below
     "Join": Rule("process", "join", audited=True),
 }
 _WORKER: Final[tuple[str, ...]] = (
@@ -161,6 +161,12 @@ def check_user(identity: Identity, user: str) -> bool:
     if user and user != account:
         raise Forbidden(f"{identity} may run jobs as {account} only, not as {user}", "leave out --user")
     return False
+
+
+def check_leaving(identity: Identity, node: str) -> None:
+    """Raise `Forbidden` when a node wants another one removed."""
+    if identity.role == "worker" and identity.principal != f"worker:{node}":
+        raise Forbidden(f"{identity} may not remove node {node}", "a node removes itself alone")
 
 
 def check_audit(identity: Identity) -> None:

@@ -242,6 +242,31 @@ def test_orders_of_a_replaced_coordinator_and_of_a_given_up_incarnation_are_refu
     asyncio.run(main())
 
 
+def test_an_order_of_yesterdays_leader_is_ignored_although_nobody_told_the_worker(rig: WorkerRig) -> None:
+    async def main() -> None:
+        async with rig.orders() as old, rig.orders() as new:
+            old.epoch, leading = 0, new.epoch
+            await new.start("led", counter_spec())
+            await new.lead()  # only etcd knows: the worker has heard of nobody newer than the one it obeyed
+            assert new.epoch > leading
+            old.specs, old.incarnations = new.specs, new.incarnations
+            # Replayed as it was, with an epoch that nobody has, and with one that is still to come.
+            for epoch in (leading, leading + 1, new.epoch + 1000):
+                old.epoch = epoch
+                orders = [old.attempt_order("led", 1, 0, "resume", 10)]
+                for method in ("PreparePod", "FreezePod", "SealPod", "CapturePod", "ResumePod"):
+                    with pytest.raises(Fenced, match=f"epoch {epoch}; etcd names the one of epoch {new.epoch}"):
+                        await old.call(method, orders[0])
+                for call in (old.kill("led"), old.finish("led"), old.release("led"), old.start_pod("led")):
+                    with pytest.raises(Fenced, match=f"epoch {epoch}; etcd names"):
+                        await call
+            assert (await new.status("led")).phase == "running"
+            (reply,) = await new.kill("led")  # what it heard of the future has not made it deaf to the present
+            assert reply.status.phase == "killed"
+
+    asyncio.run(main())
+
+
 def test_no_pod_starts_for_a_job_that_may_not_run(rig: WorkerRig) -> None:
     async def main() -> None:
         async with rig.orders() as orders:

@@ -37,6 +37,7 @@ from moorage.config import EtcdConfig, WorkerConfig, to_toml
 from moorage.dev import sweep
 from moorage.dev.network import free_ports
 from moorage.errors import NotFound
+from moorage.localsocket import path_of
 from moorage.records import AttemptStart, IncarnationRecord, Keys, Outcome, Vote
 from moorage.store import Store
 from moorage.trust import create_authority, issue
@@ -168,6 +169,7 @@ class WorkerRig:
         groups = [root / f"moorage-{self.cluster}" for root in sweep.hierarchies()]
         sweep.remove_cgroups([group for group in groups if group.is_dir()])
         shutil.rmtree(Path("/dev/shm") / f"moorage-{self.cluster}-{NODE}", ignore_errors=True)
+        path_of(self.cluster, NODE).unlink(missing_ok=True)
         self.etcd.stop()
         shutil.rmtree(self.folder)
 

@@ -58,10 +58,17 @@ def test_no_role_of_a_person_gets_past_the_check_where_it_should_not() -> None:
 def test_processes_may_do_what_they_are_for_and_nothing_else() -> None:
     assert allowed("coordinator", WORKER) == set(methods(WORKER))
     assert allowed("coordinator", COORDINATOR) == {"Status"}
-    assert allowed("worker", COORDINATOR) == {"Status"}
+    assert allowed("worker", COORDINATOR) == {"Status", "RemoveNode"}
     assert not allowed("worker", WORKER)
     assert allowed("join", COORDINATOR) == {"Status", "Join"}
     assert not allowed("join", WORKER)
+
+
+def test_a_node_removes_itself_alone() -> None:
+    roles.check_leaving(Identity("worker:a", "worker", 1), "a")
+    roles.check_leaving(Identity("user:ann", "administer", 1), "b")
+    with pytest.raises(Forbidden, match="may not remove node b"):
+        roles.check_leaving(Identity("worker:a", "worker", 1), "b")
 
 
 @pytest.mark.parametrize("role", ["", "root", "administer "])

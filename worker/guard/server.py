@@ -15,6 +15,7 @@ import msgspec
 import structlog
 
 from moorage.errors import Conflict, CorruptData, MoorageError, WireError
+from moorage.localsocket import may_control
 from moorage.worker.guard import kernel, messages
 from moorage.worker.guard.fencing import Etcd, Fencing
 from moorage.worker.guard.messages import Answer, Call, EventKind, GuardConfig, GuardEvent
@@ -98,6 +99,10 @@ class Server:
                 self._stop.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not may_control(writer.get_extra_info("socket")):
+            log.warning("a caller of another user is refused")
+            writer.close()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)

@@ -42,8 +42,9 @@ def is_mounted(layer: Layer) -> bool:
     return any(mount.mountpoint == target and mount.kind == "overlay" for mount in read_mounts())
 
 
-def mount_overlay(layer: Layer, *, crashed: bool = False) -> None:
+def mount_overlay(layer: Layer, *, crashed: bool = False, lower: Path | None = None) -> None:
     """Mount the layer; its folders exist. ``crashed``: the host has gone down since the upper layer was last mounted.
+    ``lower``: another name of the layer's lower folder.
 
     Raises `EnvironmentLacking`, or `CorruptData` for an upper layer that a crash may have cut short.
     """
@@ -55,7 +56,9 @@ def mount_overlay(layer: Layer, *, crashed: bool = False) -> None:
                 "restore the job from its newest checkpoint",
             )
         shutil.rmtree(unfinished)
-    places = f"lowerdir={_escaped(layer.lower)},upperdir={_escaped(layer.upper)},workdir={_escaped(layer.work)}"
+    places = (
+        f"lowerdir={_escaped(lower or layer.lower)},upperdir={_escaped(layer.upper)},workdir={_escaped(layer.work)}"
+    )
     try:
         try:
             syscalls.mount("overlay", layer.merged, "overlay", 0, f"{places},{_OPTIONS},volatile")

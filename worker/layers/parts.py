@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from moorage.errors import NotFound, UsageError
+from moorage.errors import Forbidden, NotFound, UsageError
 from moorage.worker.layers.changes import Change
 from moorage.worker.layers.hostmounts import below
 from moorage.worker.layers.view import PodView, reopen
@@ -35,7 +35,7 @@ def pieces_of_changes(view: PodView, top: str, changes: Iterable[Change]) -> Ite
     """What was created or modified below ``top``."""
     for change in changes:
         if change.kind != "deleted":
-            with suppress(NotFound):  # gone since: the pod may be running
+            with suppress(NotFound, Forbidden):  # gone since (the pod may be running), or not the owner's to read
                 fd = view.open(f"{top.rstrip('/')}/{os.fsdecode(change.path)}", follow=False)
                 yield from _pieces(fd, change.path)
 
@@ -63,9 +63,9 @@ def _pieces_below(view: PodView, top: str, prefix: bytes) -> Iterator[FilePiece]
     finally:
         os.close(reference)
     try:
-        for found in walk(root):
+        for found in walk(root, skip_denied=True):
             path = prefix + b"/" + found.path if prefix else found.path
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, PermissionError):
                 fd = os.open(found.name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=found.dir_fd)
                 yield from _pieces(fd, path)
     finally:
@@ -89,7 +89,11 @@ def _pieces(fd: int, path: bytes) -> Iterator[FilePiece]:
 
 
 def _data(fd: int, head: FilePiece) -> Iterator[FilePiece]:
-    with os.fdopen(reopen(fd, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
+    try:
+        opened = reopen(fd, os.O_RDONLY | os.O_NONBLOCK)
+    except PermissionError:
+        return  # not the owner's to read
+    with os.fdopen(opened, "rb", buffering=0) as file:
         data = file.read(PIECE)
         while True:
             following = file.read(PIECE) if len(data) == PIECE else b""

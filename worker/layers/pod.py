@@ -172,14 +172,18 @@ class PodLayers:
         """Whether all overlays are mounted."""
         return all(is_mounted(layer) for layer in self._layers)
 
-    def mount(self) -> None:
-        """Mount all overlays. Idempotent. Raises `EnvironmentLacking`; `CorruptData` after a crash of the host."""
+    def mount(self, image: int | None = None) -> None:
+        """Mount all overlays. Idempotent. Raises `EnvironmentLacking`; `CorruptData` after a crash of the host.
+
+        ``image``: the open folder of the job's image. Its path alone could lead elsewhere by now: it is the user's.
+        """
         crashed = self._state.boot != boot_id()
         for layer in self._layers:
             if not is_mounted(layer):
                 for path in layer.hidden:
                     hide(layer, path)
-                mount_overlay(layer, crashed=crashed)
+                lower = None if image is None or layer.name != ROOT else Path(f"/proc/self/fd/{image}")
+                mount_overlay(layer, crashed=crashed, lower=lower)
 
     @property
     def mountpoints(self) -> tuple[str, ...]:
@@ -314,13 +318,26 @@ class PodLayers:
 
     def iter_parts(self, path: str = "") -> Iterator[FilePiece]:
         """Files at ``path`` (absolute, or below the working directory; empty: all that changed below it), in pieces
-        of at most 1 MiB. Safe beside a running pod: no symlink leads out of it. Raises `NotFound`, `UsageError`.
+        of at most 1 MiB. Safe beside a running pod: no symlink leads out of it.
+
+        What is opened, is opened while the iterator is advanced: do that with the rights of the job's owner
+        (`acting_as`), and nothing is given that a process of the job could not read.
+        Raises `NotFound`, `UsageError`, `Forbidden`.
         """
         self._need_mounted()
-        if path:
-            points = [layer.mountpoint for layer in self._layers]
-            return pieces_at(self._view, self._absolute(path), points)
-        return pieces_of_changes(self._view, self.working_directory, self.changed_below())
+        changes = None if path else list(self.changed_below())
+        view = self._view.held()
+
+        def pieces() -> Iterator[FilePiece]:
+            try:
+                if changes is None:
+                    yield from pieces_at(view, self._absolute(path), [layer.mountpoint for layer in self._layers])
+                else:
+                    yield from pieces_of_changes(view, self.working_directory, changes)
+            finally:
+                view.close()
+
+        return pieces()
 
     def _need_mounted(self) -> None:
         if not self.mounted:

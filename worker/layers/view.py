@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from moorage.errors import NotFound, UsageError
+from moorage.errors import Forbidden, NotFound, UsageError
 from moorage.worker.layers.hostmounts import below
 
 _MOST_LINKS: Final = 40
@@ -26,6 +26,25 @@ class PodView:
     def __init__(self, roots: Mapping[str, Path], live: Sequence[str] = ()) -> None:
         self._roots = dict(roots)
         self._live = [path.rstrip("/") for path in live]
+        self._held: dict[str, int] = {}
+
+    def held(self) -> PodView:
+        """The same view with its roots open, for a thread that has a job owner's rights: the way to them is root's
+        alone. `close` it."""
+        view = PodView(self._roots, self._live)
+        for place, path in self._roots.items():
+            view._held[place] = os.open(path, _PART_FLAGS | os.O_DIRECTORY)
+        return view
+
+    def close(self) -> None:
+        """Close what `held` opened."""
+        while self._held:
+            os.close(self._held.popitem()[1])
+
+    def _root(self, place: str) -> int:
+        if place in self._held:
+            return os.dup(self._held[place])
+        return os.open(self._roots[place], _PART_FLAGS | os.O_DIRECTORY)
 
     def open(self, path: str, *, follow: bool = True) -> int:
         """An O_PATH descriptor of an absolute path in the pod; ``follow``: also a symlink in its last part.
@@ -41,13 +60,15 @@ class PodView:
         except (FileNotFoundError, NotADirectoryError):
             raise NotFound(f"there is no {path} in the pod") from None
         except OSError as error:
+            if error.errno == errno.EACCES:
+                raise Forbidden(f"{path} in the pod: the job's user may not go there") from None
             if error.errno != errno.ELOOP:
                 raise
             raise NotFound(f"{path} in the pod goes through too many symlinks") from None
 
     def _resolve(self, path: str, follow: bool) -> tuple[str, int]:
         # The open folders from the root to where we are; `..` goes back one.
-        trail: list[tuple[str, int]] = [("/", os.open(self._roots["/"], _PART_FLAGS | os.O_DIRECTORY))]
+        trail: list[tuple[str, int]] = [("/", self._root("/"))]
         ahead = path.split("/")[::-1]
         links = 0
         try:
@@ -63,7 +84,8 @@ class PodView:
                 place = f"{here.rstrip('/')}/{part}"
                 self._refuse_live(place)
                 if place in self._roots:
-                    trail.append((place, os.open(self._roots[place], _PART_FLAGS | os.O_DIRECTORY)))
+                    os.close(os.open(".", _PART_FLAGS, dir_fd=fd))  # whether this thread may pass through the folder
+                    trail.append((place, self._root(place)))
                     continue
                 child = os.open(part, _PART_FLAGS, dir_fd=fd)
                 trail.append((place, child))

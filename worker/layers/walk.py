@@ -57,10 +57,11 @@ class Trail:
         os.close(self.fd)
 
 
-def walk(top_fd: int, more_flags: int = 0) -> Iterator[Found]:
+def walk(top_fd: int, more_flags: int = 0, *, skip_denied: bool = False) -> Iterator[Found]:
     """All entries below ``top_fd``, sorted by name, a folder directly before what is in it.
 
     An entry that vanishes while it is walked is left out. Folders are opened with ``more_flags`` as well.
+    ``skip_denied``: not into folders that this thread may not read or pass through; else PermissionError.
     """
     trail = Trail(top_fd, more_flags)
     try:
@@ -77,6 +78,10 @@ def walk(top_fd: int, more_flags: int = 0) -> Iterator[Found]:
                 status = os.stat(name, dir_fd=trail.fd, follow_symlinks=False)
             except FileNotFoundError:
                 continue
+            except PermissionError:
+                if skip_denied:
+                    continue
+                raise
             path = prefix + os.fsencode(name)
             yield Found(trail.fd, name, path, status)
             if stat.S_ISDIR(status.st_mode):
@@ -84,6 +89,10 @@ def walk(top_fd: int, more_flags: int = 0) -> Iterator[Found]:
                     trail.down(name)
                 except (FileNotFoundError, NotADirectoryError):
                     continue
+                except PermissionError:
+                    if skip_denied:
+                        continue
+                    raise
                 stack.append((path + b"/", iter(names_in(trail.fd))))
     finally:
         trail.close()

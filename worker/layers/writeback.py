@@ -199,6 +199,10 @@ class _Writer:
         stack.callback(os.close, fd)
         status = os.fstat(fd)
         if stat.S_ISREG(status.st_mode):
+            if status.st_uid != self._owner.uid:
+                # A file of root that the job could link but not read must not come to its owner this way.
+                with acting_as(self._owner):
+                    os.close(reopen(fd, os.O_RDONLY | os.O_NONBLOCK))
             fd = reopen(fd, os.O_RDONLY | os.O_NONBLOCK)
             stack.callback(os.close, fd)
         return fd, status

@@ -186,14 +186,17 @@ def show(
 
 
 def events(
-    job: JobArgument,
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="A job's name or id.")] = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job is over.")] = False,
+    audit: Annotated[bool, typer.Option("--audit", help="Who asked for what, allowed or refused.")] = False,
     output: Output = None,
 ) -> None:
-    """What happened to a job, in plain sentences."""
+    """What happened to a job, in plain sentences; with --audit who asked for what, of one job or of all."""
+    if not job and not audit:
+        raise UsageError("no job is named", "moorage events JOB, or --audit")
     form = output_format(output)
     with client() as api:
-        for event in api.job(job).events(follow=follow):
+        for event in api.audit(job, follow=follow) if audit else api.job(job).events(follow=follow):
             line(event, form, f"{when(event.time)}  {event.sentence}")
 
 

@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from moorage import __version__
-from moorage.cli import checkpoints, cluster, compat, fleet, jobs, launch, store, top, torchrun
+from moorage.cli import certs, checkpoints, cluster, compat, fleet, jobs, launch, node, store, top, torchrun
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
 
@@ -44,6 +44,12 @@ dev = typer.Typer(help="A whole cluster on this machine, to try moorage and to t
 runtime = typer.Typer(help="The programs that moorage stands on: CRIU, runc, etcd.", no_args_is_help=True)
 app.add_typer(dev, name="dev")
 app.add_typer(runtime, name="runtime")
+certificates = typer.Typer(
+    help="The cluster's private authority: who may speak to it, and as what.", no_args_is_help=True
+)
+machines = typer.Typer(help="Machines that join and leave the cluster.", no_args_is_help=True)
+app.add_typer(certificates, name="certs")
+app.add_typer(machines, name="node")
 stores = typer.Typer(help="The keys of encrypted stores.", no_args_is_help=True)
 app.add_typer(stores, name="store")
 
@@ -103,6 +109,11 @@ app.command(name="torchrun", context_settings=_PASS_ON)(torchrun.torchrun)
 for _dev_command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
     dev.command()(_dev_command)
 runtime.command(name="install")(cluster.install)
+for _certs_command in (certs.create, certs.issue, certs.rotate, certs.revoke):
+    certificates.command()(_certs_command)
+certificates.command(name="list")(certs.list_)
+for _node_command in (node.token, node.join, node.leave, node.remove, node.show):
+    machines.command()(_node_command)
 for _store_command in (store.new_key, store.rotate_key, store.rebuild_index):
     stores.command()(_store_command)
 
