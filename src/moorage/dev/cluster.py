@@ -22,6 +22,7 @@ from moorage.dev import control, layout, network, ready, roles, sweep
 from moorage.dev.layout import RUN_FOLDER, Cluster, Node
 from moorage.dev.processes import Identity, end, end_all, naming
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NotFound, Unavailable, UsageError
+from moorage.localsocket import path_of
 from moorage.runtime import programs
 from moorage.worker.pod_staging import memory_root
 
@@ -283,6 +284,7 @@ def _remove_node(cluster: Cluster, node: Node) -> None:
         shutil.rmtree(folder)
     # Captures that were not in the store yet; nobody else would ever free that memory.
     shutil.rmtree(memory_root(cluster.name, node.name), ignore_errors=True)
+    path_of(cluster.name, node.name).unlink(missing_ok=True)
 
 
 def destroy(name: str, node_name: str) -> None:
