@@ -64,8 +64,7 @@ async def execute(
 
     async def forward() -> AsyncIterator[ExecInput]:
         yield first
-        await call.initial_metadata()
-        if call.done():
+        if not await rpc.accepted(call):
             return
         await started()
         async for message in inputs:

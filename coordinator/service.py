@@ -346,7 +346,7 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         leader = self._leading()
 
         async def started() -> None:
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(rpc.ACCEPTED)
 
         async for output in leader.streaming(proxies.execute(leader, requests, started=started)):
             yield output

@@ -101,7 +101,7 @@ class WorkerService(WorkerServicer):
 
         async def started() -> None:
             # The caller sends no more before it knows: a call that is refused while it sends loses the reason.
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(rpc.ACCEPTED)
 
         async for output in exec_session.run(pod, first, inputs, started=started):
             yield output

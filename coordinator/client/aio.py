@@ -378,8 +378,7 @@ class AsyncJob:
 
         async def requests() -> AsyncIterator[worker_pb2.ExecInput]:
             yield worker_pb2.ExecInput(fence=worker_pb2.Fence(job=self.id), command=list(command), rank=rank)
-            await call.initial_metadata()  # a call that is refused while it is written to loses the reason
-            if call.done():
+            if not await rpc.accepted(call):  # a call that is refused while it is written to loses the reason
                 return
             if stdin is not None:
                 async for data in stdin:

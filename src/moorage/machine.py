@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import serialization
 from moorage import trust
 from moorage.config import DEFAULT_STATE, ClientConfig, EtcdConfig, WorkerConfig, load, to_toml
 from moorage.coordinator.client.connection import Connection
-from moorage.errors import Conflict, DeadlineExceeded, EnvironmentLacking, MoorageError, NotFound, UsageError
+from moorage.errors import Conflict, DeadlineExceeded, EnvironmentLacking, Forbidden, MoorageError, NotFound, UsageError
 from moorage.jointoken import JoinToken
 from moorage.store_settings import StoreSettings
 from moorage.tls import TlsFiles
@@ -157,6 +157,8 @@ def join(token: JoinToken, plan: Plan, *, patience: float = 30.0) -> WorkerConfi
         raise EnvironmentLacking("a node is run by root", "run this with sudo")
     if plan.settings.exists():
         raise Conflict(f"{plan.settings} exists: this machine is a node already", "moorage node leave takes that back")
+    if trust.expiry_of(token.certificate) < time.time():
+        raise Forbidden("this join token has run out", "make another: moorage node token")
     key = trust.new_key()
     public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
     request = pb.JoinRequest(node=plan.node, address=plan.address, public_key=public)

@@ -27,6 +27,11 @@ class PrivatePool:
         """The names of a service's methods."""
         return [method.name for method in self._pool.FindServiceByName(service).methods]
 
+    def request(self, service: str, method: str) -> Any:
+        """The class of a method's request."""
+        described = self._pool.FindServiceByName(service).FindMethodByName(method)
+        return message_factory.GetMessageClass(described.input_type)
+
     def message(self, full_name: str) -> Any:
         """The message class called ``full_name``, such as ``moorage.v1.Job``."""
         return message_factory.GetMessageClass(self._pool.FindMessageTypeByName(full_name))

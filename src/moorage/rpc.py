@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import errno
 import inspect
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 TRACE_KEY = "moorage-trace"
+_FIRST_SECONDS = 5.0
+_REFUSED_SECONDS = 0.2
+#: Initial metadata of a streamed call that was taken.
+ACCEPTED = (("moorage-accepted", "1"),)
 #: The principal of the caller that the current server call serves: the common name of its certificate.
 principal: contextvars.ContextVar[str] = contextvars.ContextVar("moorage_principal", default="")
 #: The whole of who calls, and the rule of the method that is called.
@@ -136,7 +142,7 @@ class _Call:
         self._context = context
         self._auth = context.auth_context()
         self._told = False
-        self._entered = False
+        self.entered = False
 
     def enter(self) -> None:
         """Set what the handler may read. Raises `Forbidden`."""
@@ -153,7 +159,7 @@ class _Call:
             caller.set(self._gate.identify(self._auth))
             rule.set(self._gate.admit(self._auth, self._method))
         skew.check(version, names[0].decode() if names else "the caller")
-        self._entered = True
+        self.entered = True
 
     def still(self) -> None:
         """Raise `Forbidden` when the caller's certificate is good no longer."""
@@ -185,7 +191,7 @@ class _Call:
         """Carry what a handler raised to the caller."""
         if isinstance(error, Forbidden):
             self.tell(error)
-        elif isinstance(error, MoorageError) and self._entered:
+        elif isinstance(error, MoorageError) and self.entered:
             self.tell()  # it was allowed, and did not work
         if isinstance(error, OSError) and error.errno in _FULL:
             where = f" ({error.filename})" if error.filename else ""
@@ -245,10 +251,19 @@ class _ServerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
                     yield reply
                 call.tell()
             except Exception as error:
+                if handler.stream_stream and not call.entered:
+                    await _first_of(request)
                 await call.failed(error)
 
         make = grpc.stream_stream_rpc_method_handler if handler.stream_stream else grpc.unary_stream_rpc_method_handler
         return make(answer, handler.request_deserializer, handler.response_serializer)
+
+
+async def _first_of(requests: Any) -> None:
+    """Take the first message of a call that is refused: a caller whose sending fails does not see the refusal."""
+    with contextlib.suppress(TimeoutError, StopAsyncIteration, grpc.RpcError):
+        async with asyncio.timeout(_FIRST_SECONDS):
+            await anext(aiter(requests))
 
 
 def translate(error: grpc.RpcError, what: str) -> MoorageError:
@@ -270,6 +285,17 @@ def translate(error: grpc.RpcError, what: str) -> MoorageError:
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return Forbidden(f"{what} refused this caller: {details}")
     return MoorageError(f"{what}: {code.name if code else 'error'}: {details}")
+
+
+async def accepted(call: Any) -> bool:
+    """Whether the server has taken a streamed call whose first message was sent (it says `ACCEPTED`), so that more can
+    be sent. A server that does not say so has either refused it, which shows at once, or is one that never does."""
+    first = await call.initial_metadata()
+    if any(key == ACCEPTED[0][0] for key, _ in first or ()):
+        return True
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(call.code())), _REFUSED_SECONDS)
+    return not call.done()
 
 
 def metadata(trace_id: str = "") -> tuple[tuple[str, str], ...]:

@@ -250,6 +250,11 @@ def serial_of(certificate: bytes) -> str:
     return f"{x509.load_pem_x509_certificate(certificate).serial_number:x}"
 
 
+def expiry_of(certificate: bytes) -> float:
+    """When a certificate (PEM) runs out, in seconds since the epoch."""
+    return x509.load_pem_x509_certificate(certificate).not_valid_after_utc.timestamp()
+
+
 def listing(authority: Path) -> list[Issued]:
     """All that was issued, oldest first. Raises `NotFound`."""
     _load(authority)

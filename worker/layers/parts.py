@@ -48,6 +48,11 @@ def pieces_at(view: PodView, path: str, mountpoints: Iterable[str]) -> Iterator[
         if not stat.S_ISREG(mode):
             os.close(fd)
             raise UsageError(f"{path} in the pod is no file and no folder")
+        try:
+            os.close(reopen(fd, os.O_RDONLY | os.O_NONBLOCK))
+        except PermissionError:
+            os.close(fd)
+            raise Forbidden(f"{path} in the pod: the job's user may not read it") from None
         yield from _pieces(fd, os.fsencode(place.rpartition("/")[2]))
         return
     os.close(fd)
@@ -60,6 +65,8 @@ def _pieces_below(view: PodView, top: str, prefix: bytes) -> Iterator[FilePiece]
     reference = view.open(top)
     try:
         root = reopen(reference, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:
+        raise Forbidden(f"{top} in the pod: the job's user may not look into it") from None
     finally:
         os.close(reference)
     try:
