@@ -72,10 +72,11 @@ def complete(spec: JobSpec, owner: str, job: str, *, as_root: bool = False) -> J
         raise UsageError(f"{full.pods} pods of {full.ranks_per_pod} ranks are too many")
     if full.working_directory and not full.working_directory.startswith("/"):
         raise UsageError(f"the working directory {full.working_directory!r} is not absolute")
-    if full.gpus_per_pod:
-        # Better no job than one whose checkpoints would lack the memory of its GPUs.
+    if full.gpus_per_pod and full.pods * full.ranks_per_pod > 1:
+        # Better no job than one that no checkpoint can be made of.
         raise Refused(
-            f"{full.gpus_per_pod} GPUs a pod: this release cannot save what a GPU holds", "leave out --gpus-per-pod"
+            f"{full.pods * full.ranks_per_pod} ranks with GPUs: this release cannot save NCCL communicators",
+            "use one rank, or leave out --gpus-per-pod",
         )
     for mount in full.mounts:
         if not (mount.source.startswith("/") and mount.destination.startswith("/")):

@@ -25,9 +25,12 @@ class Lane:
         self._sources: dict[str, Source] = {}
         self.buffer = bytearray(BLOCK + chunker.MAX_PAGES * chunker.PAGE)
 
-    def store(self, name: bytes, data: bytes | memoryview) -> tuple[Location, int]:
-        """Append a chunk; ``data`` must not change before `flush`. Returns its place and the bytes that it takes."""
-        packed = self._compressor.compress(memoryview(data))
+    def store(self, name: bytes, data: bytes | memoryview, *, raw: bool = False) -> tuple[Location, int]:
+        """Append a chunk; ``data`` must not change before `flush`. Returns its place and the bytes that it takes.
+
+        ``raw``: it is not compressed, so that a reader can take it as it is.
+        """
+        packed = None if raw else self._compressor.compress(memoryview(data))
         payload = data if packed is None else packed
         codec = fmt.CODEC_RAW if packed is None else fmt.CODEC_ZSTD
         header, stored = fmt.seal_chunk(self._key.sealer, name, codec, len(data), payload, self._key.id)

@@ -58,6 +58,7 @@ class PodManifest(msgspec.Struct, frozen=True, kw_only=True):
     layer: Content | None = None  # the upper layers' trees, as the layers' code serialises them
     layer_files: dict[str, Content] = {}  # the contents that the tree refers to, by the key that it uses
     journal: Content | None = None  # stdout and stderr so far
+    memory: dict[str, Content] = {}  # bulk device memory, by block; ``extra["gpu"]`` says what they are
     network: dict[str, Any] = {}
     ranks: list[dict[str, Any]] = []
     fingerprint: dict[str, Any] = {}
@@ -72,6 +73,7 @@ class PodManifest(msgspec.Struct, frozen=True, kw_only=True):
         yield from (("layer", name, content) for name, content in self.layer_files.items())
         if self.journal is not None:
             yield "journal", "journal", self.journal
+        yield from (("memory", name, content) for name, content in self.memory.items())
 
     def chunks(self) -> Iterator[tuple[bytes, int]]:
         """Name and whole length of every stored chunk that this manifest needs, some more than once."""

@@ -11,7 +11,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -177,6 +177,28 @@ class Writer:
                         chunks += self._chunk(lane, memoryview(bytes(part[offset : offset + length])), kind)
             lane.flush(lazy=True)
         return Content(len(data), _joined(chunks))
+
+    def has(self, name: bytes) -> bool:
+        """Whether the chunk of this name need not be given: it is there, and stays as long as this writer lives."""
+        return self._known(name)
+
+    def add_named(self, chunks: Sequence[tuple[bytes, memoryview]], *, kind: str) -> None:
+        """Store chunks that were named (`StoreKey.chunk_name`) by the caller, as they are.
+
+        The buffers are the caller's again on return. Raises `NoCapacity`, `Unavailable`.
+        """
+        with self._lane() as lane:
+            for name, data in chunks:
+                stored = self._put(lane, name, data, raw=True)
+                self._count(kind, len(data), 0 if stored else len(data), True, stored)
+            lane.flush()
+
+    def count_known(self, size: int, chunks: int, *, kind: str) -> None:
+        """Count ``chunks`` chunks, ``size`` bytes in all, that belong to this writer's data and were there already."""
+        with self._lock:
+            stats = self._kinds.setdefault(kind, KindStats())
+            stats.total += size
+            stats.chunks += chunks
 
     def finish(self) -> WriteStats:
         """Make everything durable and write the index object. After it nothing more can be added.
@@ -345,7 +367,7 @@ class Writer:
         views = {name: memoryview(data) for name, data in loaded.items()}
         return bytearray().join(views[c.name][c.offset : c.offset + c.length] for c in recipe)
 
-    def _put(self, lane: Lane, name: bytes, data: bytes | memoryview) -> int:
+    def _put(self, lane: Lane, name: bytes, data: bytes | memoryview, *, raw: bool = False) -> int:
         """Store a chunk unless that is done already. Returns the bytes that it takes in the store; 0: none."""
         if self._index.reusable(name):
             return 0
@@ -353,7 +375,7 @@ class Writer:
             if name in self._mine:
                 return 0
             self._mine[name] = None
-        self._mine[name], stored = lane.store(name, data)
+        self._mine[name], stored = lane.store(name, data, raw=raw)
         return stored
 
     def _count(self, kind: str, size: int, known: int, chunk: bool, stored: int) -> None:

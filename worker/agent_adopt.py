@@ -12,7 +12,7 @@ from moorage.worker import attempt, persist, pod_guard, pod_record, pod_staging,
 from moorage.worker.agent_node import Node
 from moorage.worker.guard.messages import GuardStatus
 from moorage.worker.pod import Pod
-from moorage.worker.pod_phase import ATTEMPT_PHASES, Change, Phase
+from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, Phase
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +27,8 @@ def load(node: Node) -> Iterator[Pod]:
         if record is None:
             pod_record.remove_folder(folder)
         else:
+            if record.gpus and record.phase not in GONE_PHASES:
+                node.gpus.take(f"{record.job}-{record.incarnation}-{record.pod}", record.gpus)
             yield Pod(node, record)
 
 

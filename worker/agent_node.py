@@ -21,6 +21,7 @@ from moorage.runtime import programs
 from moorage.store import Store
 from moorage.worker import pod_fence, pod_record
 from moorage.worker.agent_hub import Hub
+from moorage.worker.gpu_host import NodeGpus
 from moorage.worker.guard.messages import EtcdAccess
 
 
@@ -60,6 +61,11 @@ class Node:
     @property
     def state(self) -> Path:
         return Path(self.config.state)
+
+    @cached_property
+    def gpus(self) -> NodeGpus:
+        """Which pod has which GPU, and the broker."""
+        return NodeGpus(self.state)
 
     @cached_property
     def runc(self) -> Path:

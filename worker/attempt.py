@@ -17,10 +17,10 @@ from collections.abc import Iterable
 
 from moorage.barrier import clock
 from moorage.barrier.decision import Step
-from moorage.errors import AttemptAborted, Conflict, Fenced, MoorageError, NotFound
+from moorage.errors import AttemptAborted, Conflict, DeviceFailed, Fenced, MoorageError, NotFound
 from moorage.records import Outcome, Vote
 from moorage.v1 import worker_pb2
-from moorage.worker import attempt_capture, persist, pod_end, preflight_pod
+from moorage.worker import attempt_capture, persist, pod_end, pod_gpu, preflight_pod
 from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
@@ -32,6 +32,10 @@ _DRAIN_SECONDS = 0.2
 #: The vote `persisted` is in etcd before this worker has cleared up behind it: a new attempt waits so long for that.
 _PERSIST_SECONDS = 20.0
 _RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
+#: The part of an attempt's time that the GPU may take to come to rest.
+_QUIESCE_SHARE = 0.25
+#: How long a process may take until it has its GPU back.
+_BACK_SECONDS = 30.0
 
 
 def _done(pod: Pod, name: str, order: worker_pb2.AttemptOrder) -> bool:
@@ -59,6 +63,7 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
         )
     found = await preflight_pod.look(pod)
     if not found.objections:
+        await pod_gpu.begin(pod, order.attempt)
         async with step("worker.prepare.record"):
             _enter(pod, order)
     return worker_pb2.PrepareReply(
@@ -101,6 +106,8 @@ async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
     if _done(pod, "freeze", order):
         return timings
     pod.record.frozen_since = clock.now()
+    seconds = max(1.0, (pod.record.deadline - clock.now()) * _QUIESCE_SHARE)
+    timings.update(await timed(timings, "gpu", pod_gpu.quiesce(pod, order.attempt, seconds)))
     async with step("worker.freeze.cgroup"):
         await timed(timings, "freeze", pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}")))
     async with step("worker.freeze.drain"):
@@ -109,6 +116,7 @@ async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
             pod.log.info("sent data not acknowledged in time", attempt=order.attempt)
     if not pod.gone:
         pod.change(Change.FROZEN)
+    pod.log.info("frozen", attempt=order.attempt, **{k: round(v, 3) for k, v in timings.items()})
     return timings
 
 
@@ -139,6 +147,7 @@ async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[Timings, in
         try:
             _check_end(pod)
             await attempt_capture.capture(pod, timings)
+            pod.log.info("captured", attempt=order.attempt, **{k: round(v, 3) for k, v in timings.items()})
         except (MoorageError, OSError) as error:
             await vote_against(pod, str(error))
             raise
@@ -251,6 +260,7 @@ async def conclude(pod: Pod, outcome: Outcome) -> None:
         persist.begin(pod)
     else:
         await persist.cancel(pod)
+        await pod_gpu.forget(pod, outcome.attempt)
         persist.drop(pod)
 
 
@@ -260,6 +270,7 @@ async def _run_on(pod: Pod, outcome: Outcome) -> None:
         await asyncio.to_thread(pod.network.unseal)
     async with step("worker.outcome.thaw"):
         await pod.ask(lambda guard: guard.thaw(f"attempt {outcome.attempt}: {outcome.kind}"))
+    await _device_back(pod)
     if record.frozen_since:
         record.pause_seconds = clock.now() - record.frozen_since
         record.frozen_since = 0.0
@@ -267,6 +278,15 @@ async def _run_on(pod: Pod, outcome: Outcome) -> None:
     record.attempt = 0
     if not pod.gone:
         pod.change(Change.THAWED, reason)
+
+
+async def _device_back(pod: Pod) -> None:
+    """A pod whose GPU does not come back cannot run on: it ends, and the job goes on from its last checkpoint."""
+    try:
+        await pod_gpu.bring_back(pod, _BACK_SECONDS)
+    except (DeviceFailed, NotFound) as error:
+        pod.log.error("the GPU did not come back", error=str(error))
+        await pod_end.fail(pod, f"its GPU did not come back: {error}")
 
 
 async def resume(pod: Pod, order: worker_pb2.AttemptOrder) -> None:

@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 
 from moorage.errors import MoorageError
-from moorage.worker import attempt_layer, journal, pod_fingerprint, pod_staging
+from moorage.worker import attempt_layer, journal, pod_fingerprint, pod_gpu, pod_staging
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.messages import JOURNAL_FILE, GuardStatus
 from moorage.worker.layers import CaptureIndex, LayerCapture, mapped_shared_writable
@@ -82,11 +82,15 @@ async def _copy(pod: Pod, staging: Path, timings: Timings) -> tuple[int, LayerCa
             seen = await asyncio.to_thread(pod_fingerprint.scan, pids, label=pod.spec.labels.get("model", ""))
             seen.save(staging)
 
+    async def capture_gpu() -> None:
+        timings.update(await pod_gpu.capture(pod, pod.record.attempt))
+
     _, captured, *_ = await all_ended(
         timed(timings, "dump", dump()),
         timed(timings, "layer", copy_layer()),
         timed(timings, "journal_copy", copy_journal()),
         timed(timings, "look", look()),
+        timed(timings, "gpu_capture", capture_gpu()),
     )
     return image_bytes, captured
 

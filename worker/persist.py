@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +20,10 @@ from moorage import failpoints
 from moorage.errors import AttemptAborted, CorruptData, MoorageError
 from moorage.records import Vote
 from moorage.store import Content, PodManifest, Writer, WriteStats
-from moorage.worker import attempt_layer, pod_fingerprint, pod_staging
+from moorage.worker import attempt_layer, pod_fingerprint, pod_gpu, pod_staging
 from moorage.worker.agent_failpoints import step
 from moorage.worker.attempt_capture import IMAGES, INDEX_FILE, JOURNAL
+from moorage.worker.gpu.messages import Answer
 from moorage.worker.guard.files import write_private
 from moorage.worker.layers import CaptureIndex, LayerCapture
 from moorage.worker.pod import Pod
@@ -67,7 +69,12 @@ async def _persist(pod: Pod) -> None:
     began = time.monotonic()
     vote = Vote(pod=pod.record.pod, incarnation=staged.incarnation, attempt=staged.attempt)
     try:
-        written = await asyncio.to_thread(_write, pod, staged)
+        work = pod_gpu.persist(pod, staged.attempt, finished=staged.finished)
+        device = asyncio.run_coroutine_threadsafe(work, asyncio.get_running_loop())
+        try:
+            written = await asyncio.to_thread(_write, pod, staged, device)
+        finally:
+            await pod_gpu.forget(pod, staged.attempt)
         vote = msgspec.structs.replace(
             vote,
             finished=staged.finished,
@@ -110,7 +117,7 @@ async def _vote(pod: Pod, vote: Vote) -> bool:
     return False
 
 
-def _write(pod: Pod, staged: StagedCapture) -> Written:
+def _write(pod: Pod, staged: StagedCapture, device: Future[Answer | None]) -> Written:
     captured = pod.captured_layer or attempt_layer.load(Path(staged.staging))
     background = pod.record.kind == "resume"
     store = pod.node.store
@@ -120,12 +127,31 @@ def _write(pod: Pod, staged: StagedCapture) -> Written:
         threads=None if background else pod.node.cpus,
     ) as writer:
         manifest, index, stats = _add_all(pod, staged, captured, writer)
+        memory = device.result()
+        if memory is not None:
+            manifest, stats = _with_memory(manifest, stats, memory)
         failpoints.hit_sync("worker.persist.manifest.before")
         # Within the block: what the writer found in the store already is safe from prune until the manifest names it.
         name = store.write_pod_manifest(manifest)
         failpoints.hit_sync("worker.persist.manifest.after")
     _keep_index(pod, staged, index)
     return Written(name, stats)
+
+
+def _with_memory(manifest: PodManifest, stats: WriteStats, memory: Answer) -> tuple[PodManifest, WriteStats]:
+    """The broker's writer keeps what it found in the store until it is told that the manifest stands."""
+    chunks = sum(len(content.chunks) for content in memory.contents.values())
+    manifest = msgspec.structs.replace(
+        manifest,
+        memory=memory.contents,
+        bytes_by_kind={**manifest.bytes_by_kind, "device memory": memory.bytes_total},
+        extra={**manifest.extra, "gpu": msgspec.to_builtins(memory.memory)},
+    )
+    return manifest, stats._replace(
+        bytes_total=stats.bytes_total + memory.bytes_total,
+        bytes_new=stats.bytes_new + memory.bytes_new,
+        chunks=stats.chunks + chunks,
+    )
 
 
 def _add_all(

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from moorage.errors import Conflict, MoorageError, NotFound, Unavailable
-from moorage.worker import journal, persist, pod_guard, pod_record, pod_staging, pod_user
+from moorage.worker import journal, persist, pod_gpu, pod_guard, pod_record, pod_staging, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.client import GuardClient, guard_alive
 from moorage.worker.guard.messages import JOURNAL_FILE
@@ -30,7 +30,12 @@ async def kill(pod: Pod, grace: float, reason: str) -> None:
         await end(pod, reason)
 
 
-async def end(pod: Pod, reason: str) -> None:
+async def fail(pod: Pod, reason: str) -> None:
+    """End a pod that cannot run on, for one who holds its lock: it is ``failed`` and says why."""
+    await end(pod, reason, failed=True)
+
+
+async def end(pod: Pod, reason: str, *, failed: bool = False) -> None:
     """The same for one who holds the pod's lock. Keeps the folder. Idempotent."""
     pod.dying = True
     async with step("worker.kill.processes"):
@@ -40,7 +45,8 @@ async def end(pod: Pod, reason: str) -> None:
         await asyncio.to_thread(pod.network.remove)
     attempt, pod.record.attempt = pod.record.attempt, 0
     if not pod.gone:
-        pod.change(Change.KILLED, reason)
+        pod.change(Change.BROKE if failed else Change.KILLED, reason)
+    await pod_gpu.detach(pod)
     await pod.dismiss_guard()
     if attempt:  # settled, or hopeless without this pod
         await persist.cancel(pod)
@@ -63,6 +69,7 @@ async def remove(pod: Pod) -> None:
     """Take away all that is left of a pod without processes: captures, mounts, folder. Idempotent."""
     await persist.cancel(pod)
     await pod.disconnect()
+    await pod_gpu.detach(pod)
     async with step("worker.kill.layers"):
         await asyncio.to_thread(_remove_folder, pod)
 

@@ -64,6 +64,8 @@ class PodRecord(msgspec.Struct, kw_only=True):
     staged: StagedCapture | None = None
     index_generation: int = -1  # of the store, when the layer index in the pod's folder was made; -1: there is none
     ranks: list[RankState] = []
+    gpus: list[str] = []  # UUIDs of the GPUs that the pod has on this node, in its own order
+    gpu_mapping: dict[str, str] = {}  # which GPU took the place of which at the restore; empty: none moved
 
     def job_spec(self) -> JobSpec:
         """What the user asked for."""

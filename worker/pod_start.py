@@ -6,8 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
-from moorage.errors import MoorageError, UsageError
-from moorage.worker import pod_guard, pod_user
+from moorage.errors import MoorageError
+from moorage.worker import pod_gpu, pod_guard, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.layers import PodLayers
 from moorage.worker.pod import Pod
@@ -27,8 +27,7 @@ async def start(pod: Pod) -> Timings:
     try:
         user = pod_user.resolve(pod.spec)
         pod.opened = await asyncio.to_thread(pod_user.Opened, pod.spec, user)
-        if pod.spec.gpus_per_pod:
-            raise UsageError("pods with GPUs are not supported yet", "leave --gpus-per-pod out")
+        await pod_gpu.attach(pod)
         await all_ended(_root(pod, user), _network(pod, sealed=False))
         timings["prepare"] = time.monotonic() - began
         pod.check_alive()
@@ -71,6 +70,7 @@ def _lay_root(pod: Pod, user: pod_user.User) -> None:
     )
     pod.layers = layers
     podinit.install(layers.upper, init_config(pod, user))
+    pod_gpu.lay_proxy(pod, layers.upper)
     layers.mount(pod.opened.image if pod.opened else None)
     write_names(pod)
     write_bundle(pod, user)
@@ -107,7 +107,7 @@ def init_config(pod: Pod, user: pod_user.User) -> podinit.InitConfig:
     return podinit.InitConfig(
         ranks=ranks,
         cwd=spec.working_directory or "/",
-        env=user.environment(),
+        env={**user.environment(), **pod_gpu.environment(pod)},
         uid=user.uid,
         gid=user.gid,
         groups=user.groups,
@@ -123,6 +123,8 @@ def write_bundle(pod: Pod, user: pod_user.User) -> None:
         oci.Bind(source=source, destination=mount.destination, read_only=mount.read_only)
         for source, mount in zip(sources, spec.mounts, strict=True)
     ]
+    gpu_binds, gpu_devices = pod_gpu.container(pod)
+    binds += gpu_binds
     pod.node.runc_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = oci.PodConfig(
         root=layers.root,
@@ -134,6 +136,7 @@ def write_bundle(pod: Pod, user: pod_user.User) -> None:
         uid=user.uid,
         shm_bytes=spec.shm_bytes,
         binds=binds,
+        devices=gpu_devices,
         cpus=spec.cpus,
         memory_bytes=spec.memory_bytes,
     )

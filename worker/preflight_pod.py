@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from moorage.worker import inventory, pod_staging
+from moorage.worker import inventory, pod_gpu, pod_staging
 from moorage.worker.pod import Pod
 from moorage.worker.preflight import Objection, examine, exec_sessions, space
 from moorage.worker.preflight_proc import lives, read_processes
@@ -27,16 +27,23 @@ class Found(NamedTuple):
 
 async def look(pod: Pod) -> Found:
     """Look at the running pod without touching it. Also sets `Pod.bytes_needed`."""
-    found = await asyncio.to_thread(_look, pod)
+    objections, on_gpu = await pod_gpu.look(pod)
+    found = await asyncio.to_thread(_look, pod, on_gpu)
+    found.objections[:0] = objections
     pod.bytes_needed = found.bytes_needed
     return found
 
 
-def _look(pod: Pod) -> Found:
+def _look(pod: Pod, on_gpu: frozenset[int]) -> Found:
     objections = exec_sessions(list(pod.sessions.values()))
     pids = [] if pod.gone else pod.processes()
-    objections += examine(read_processes(pids))
-    needed = (0 if pod.gone else memory_bytes(pids)) + _changed_bytes(pod) + _OVERHEAD_BYTES
+    objections += examine(pod_gpu.without_driver(read_processes(pids), on_gpu))
+    needed = (
+        len(on_gpu) * pod_gpu.DRIVER_BYTES
+        + (0 if pod.gone else memory_bytes(pids))
+        + _changed_bytes(pod)
+        + _OVERHEAD_BYTES
+    )
     disk = pod_staging.free_bytes(pod.folder)
     memory = pod_staging.free_bytes(pod_staging.SHARED_MEMORY)
     if not pod_staging.in_memory(

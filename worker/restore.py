@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moorage.errors import CorruptData, MoorageError
 from moorage.store import Content, PodManifest
-from moorage.worker import attempt_capture, fit, journal, pod_guard, pod_staging, pod_start, pod_user
+from moorage.worker import attempt_capture, fit, journal, pod_gpu, pod_guard, pod_staging, pod_start, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.files import write_private
 from moorage.worker.guard.messages import JOURNAL_FILE, RankState
@@ -18,6 +18,8 @@ from moorage.worker.pod_phase import Change
 from moorage.worker.pod_steps import Timings, all_ended, timed
 
 _SLACK_BYTES = 16 << 20
+#: How long the processes of a restored pod may take until they have their GPUs back.
+_GPU_SECONDS = 60.0
 
 
 async def restore(pod: Pod) -> Timings:
@@ -29,6 +31,7 @@ async def restore(pod: Pod) -> Timings:
     timings: Timings = {}
     began = time.monotonic()
     staging: Path | None = None
+    filling: asyncio.Task[Timings] | None = None
     try:
         manifest = await asyncio.to_thread(pod.node.store.read_pod_manifest, pod.record.manifest)
         _check(pod, manifest)
@@ -38,6 +41,9 @@ async def restore(pod: Pod) -> Timings:
         staging = await asyncio.to_thread(pod.staging, size_of(manifest))
         await asyncio.to_thread(_fetch_journal, pod, manifest)
         finished = bool(manifest.extra.get("finished"))
+        if not finished:
+            await pod_gpu.attach(pod)
+            filling = asyncio.create_task(pod_gpu.fill(pod, manifest), name=f"device memory of {pod.label}")
         await all_ended(
             timed(timings, "network", _network(pod)),
             timed(timings, "fetch", _fetch(pod, manifest, staging)),
@@ -47,16 +53,22 @@ async def restore(pod: Pod) -> Timings:
         if finished:
             _come_back_finished(pod, manifest)
         else:
+            assert filling is not None
             await timed(timings, "rebuild", _rebuild(pod, manifest, staging))
+            timings.update(await timed(timings, "gpu_wait", _filled(filling)))
+            await _stand(pod, manifest)
     except (MoorageError, OSError) as error:
         await pod_guard.undo(pod)
         pod.change(Change.BROKE, str(error))
         raise
     finally:
         pod.close_opened()
+        if filling is not None:
+            await asyncio.gather(filling, return_exceptions=True)
         if staging is not None:
             await asyncio.to_thread(pod_staging.drop, staging)
     timings["restore"] = time.monotonic() - began
+    pod.log.info("restored", **{k: round(v, 3) for k, v in timings.items()})
     return timings
 
 
@@ -70,7 +82,12 @@ def _check(pod: Pod, manifest: PodManifest) -> None:
 
 def size_of(manifest: PodManifest) -> int:
     """Bytes that the images of a pod take while it is rebuilt, and its files for good."""
-    return sum(content.size for _, _, content in manifest.contents()) + _SLACK_BYTES
+    on_disk = (content.size for kind, _, content in manifest.contents() if kind != "memory")
+    return sum(on_disk) + _SLACK_BYTES
+
+
+async def _filled(filling: asyncio.Task[Timings]) -> Timings:
+    return await asyncio.shield(filling)
 
 
 async def _network(pod: Pod) -> None:
@@ -147,7 +164,10 @@ async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
         images, work = staging / attempt_capture.IMAGES, pod.folder / "criu"
         done = await pod.ask_once(lambda guard: guard.restore(images, work=work))
         pod_guard.take_status(pod, done.status)
-        await settle(pod, str(manifest.network.get("external_address", "")), manifest.node)
+
+
+async def _stand(pod: Pod, manifest: PodManifest) -> None:
+    await settle(pod, str(manifest.network.get("external_address", "")), manifest.node)
 
 
 async def settle(pod: Pod, external_address: str, node: str) -> None:
@@ -169,6 +189,7 @@ async def release(pod: Pod) -> Timings:
         await timed(timings, "unseal", asyncio.to_thread(pod.network.unseal))
     async with step("worker.release.thaw"):
         await timed(timings, "thaw", pod.ask(lambda guard: guard.thaw("released after the restore")))
+    timings.update(await pod_gpu.bring_back(pod, _GPU_SECONDS, pod.record.gpu_mapping))
     if not pod.gone:
         pod.change(Change.RELEASED)
     return timings

@@ -27,7 +27,7 @@
 namespace moorage::control {
 namespace {
 
-constexpr char kDefaultPath[] = "/.moorage/gpu.sock";
+constexpr char kDefaultPath[] = "/.moorage-gpu/gpu.sock";
 constexpr auto kAnswerTime = std::chrono::seconds(30);
 constexpr int kReconnectMs = 20;
 

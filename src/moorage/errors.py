@@ -17,7 +17,8 @@
      ├─ AttemptAborted          212  the checkpoint was aborted; the job runs on
      ├─ Forbidden               213  the caller may not do this
      ├─ JobFailed               214  the job ended without an exit code of its own
-     └─ Fenced                  215  a newer leader or incarnation exists; the caller is stale
+     ├─ Fenced                  215  a newer leader or incarnation exists; the caller is stale
+     └─ DeviceFailed            216  a GPU or its driver answered with an error
 
 The message is one line that names the thing; ``hint`` is one line that says what to do. The command line prints
 both and exits with ``exit_code``; gRPC carries them in the trailing metadata key ``moorage-error-bin``.
@@ -148,6 +149,13 @@ class Fenced(MoorageError):
 
     exit_code = 215
     grpc_status = "FAILED_PRECONDITION"
+
+
+class DeviceFailed(MoorageError):
+    """A GPU or its driver answered with an error."""
+
+    exit_code = 216
+    grpc_status = "INTERNAL"
 
 
 class WireError(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ def main() -> int:
 
 def _guard(folder: Path, told: int) -> None:
     os.umask(0o077)
-    _log_to(folder / LOG_FILE)
+    log_to(folder / LOG_FILE)
     lock = take_lock(folder)
     try:
         config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=GuardConfig)
@@ -77,7 +77,8 @@ def _tell(told: int, words: str) -> None:
         pass  # told before, or the caller has not waited
 
 
-def _log_to(path: Path) -> None:
+def log_to(path: Path) -> None:
+    """All output of this process goes to the file at ``path`` (0600), structured."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     null = os.open(os.devnull, os.O_RDWR)
     for standard, target in ((0, null), (1, descriptor), (2, descriptor)):

@@ -57,7 +57,7 @@ class Server:
             self.pod, own=self.config.incarnation, deadline=self.config.deadline, ask=Etcd(self.config)
         )
         fencing = asyncio.create_task(self.fencing.run())
-        server = await asyncio.start_unix_server(self._accept, sock=_listen(self.folder))
+        server = await asyncio.start_unix_server(self._accept, sock=listen_private(self.folder, messages.SOCKET_FILE))
         ready()
         idle = asyncio.create_task(self._stop_when_idle())
         stopping = asyncio.create_task(self._stop.wait())
@@ -201,14 +201,14 @@ class _Listener:
                     await self.writer.drain()
 
 
-def _listen(folder: Path) -> socket.socket:
-    """The folder's socket (0600), whatever the length of its path."""
-    path = folder / messages.SOCKET_FILE
+def listen_private(folder: Path, name: str) -> socket.socket:
+    """A socket (0600 under the process's umask) in ``folder``, whatever the length of its path."""
+    path = folder / name
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        listening.bind(f"/proc/self/fd/{descriptor}/{messages.SOCKET_FILE}")  # the umask makes it 0600
+        listening.bind(f"/proc/self/fd/{descriptor}/{name}")  # the umask makes it 0600
     finally:
         os.close(descriptor)
     listening.listen(64)

@@ -21,12 +21,12 @@ def pack(message: Any) -> bytes:
     return len(body).to_bytes(4, "big") + body
 
 
-async def unpack(reader: asyncio.StreamReader) -> bytes | None:
+async def unpack(reader: asyncio.StreamReader, *, limit: int = MAX_MESSAGE) -> bytes | None:
     """The next message's body; None at the end of the stream. Raises `CorruptData` on a length out of bounds."""
     try:
         length = int.from_bytes(await reader.readexactly(4), "big")
-        if length > MAX_MESSAGE:
-            raise CorruptData(f"a message of {length} bytes on the guard's socket")
+        if length > limit:
+            raise CorruptData(f"a message of {length} bytes on a local socket")
         return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

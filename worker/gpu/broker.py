@@ -1,0 +1,249 @@
+"""The GPU broker: one process of the node that keeps the device memory of all pods, alive across checkpoints.
+
+It outlives the worker. Heavy work (hashing, copying, the store) is done in threads; the loop only talks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from moorage.errors import Conflict, NotFound
+from moorage.store import Store
+from moorage.worker.gpu import messages as m
+from moorage.worker.gpu.blocks import SavedMemory, SavedProcess, owners, saved
+from moorage.worker.gpu.device import Device
+from moorage.worker.gpu.driver import DriverProcess
+from moorage.worker.gpu.fill import fill
+from moorage.worker.gpu.memory import PodMemory
+from moorage.worker.gpu.save import Saving
+
+log = structlog.get_logger(__name__)
+
+
+class Devices:
+    """The node's GPUs, opened when they are needed. ``number``: a UUID's index in the driver's order."""
+
+    def __init__(self, make: Callable[[int], Device], number: Callable[[str], int]) -> None:
+        self._make = make
+        self._number = number
+        self._lock = threading.Lock()
+        self._open: dict[int, Device] = {}
+
+    def get(self, uuid: str) -> Device:
+        """The GPU of this UUID. Raises `NotFound`, `EnvironmentLacking`, `DeviceFailed`."""
+        index = self._number(uuid)
+        with self._lock:
+            if index not in self._open:
+                self._open[index] = self._make(index)
+            return self._open[index]
+
+
+class _Attached:
+    def __init__(self, memory: PodMemory, gpus: list[str]) -> None:
+        self.memory = memory
+        self.gpus = gpus
+        self.saving: tuple[int, Saving] | None = None
+        self.quiesced = 0
+        self.captured = 0
+        self.written: m.Answer | None = None
+        self.writing: asyncio.Task[m.Answer] | None = None
+        self.snapshot = SavedMemory()
+        self.lock = asyncio.Lock()
+
+
+class Broker:
+    """``drive`` makes the driver's part of a process, by its host pid."""
+
+    def __init__(self, devices: Devices, drive: Callable[[int], DriverProcess] = DriverProcess) -> None:
+        self._devices = devices
+        self._drive = drive
+        self._pods: dict[str, _Attached] = {}
+        self._stores: dict[str, Store] = {}
+
+    @property
+    def idle(self) -> bool:
+        """No pod is attached."""
+        return not self._pods
+
+    async def do(self, request: m.Request) -> m.Answer:
+        """Carry out one order. Raises `MoorageError`."""
+        if isinstance(request, m.Attach):
+            return await self._attach(request)
+        if isinstance(request, m.Exit):
+            if self._pods:
+                raise Conflict(f"the GPU broker serves {len(self._pods)} pods")
+            return m.Answer(id=0)
+        if isinstance(request, m.Detach):
+            return await self._detach(request)
+        pod = self._pods.get(request.pod)
+        if pod is None:
+            raise NotFound(f"the GPU broker does not know {request.pod}", "its memory was lost with an earlier broker")
+        if isinstance(request, m.Look):
+            return await self._look(pod)
+        if isinstance(request, m.Persist):  # beside the running job
+            return await self._persist(pod, request)
+        async with pod.lock:
+            match request:
+                case m.Begin():
+                    return await self._begin(pod, request)
+                case m.Quiesce():
+                    return await self._quiesce(pod, request)
+                case m.Capture():
+                    return await self._capture(pod, request)
+                case m.BringBack():
+                    return await self._bring_back(pod, request)
+                case m.Forget():
+                    return await self._forget(pod, request)
+                case m.Fill():
+                    return await self._fill(pod, request)
+
+    # -- pods
+
+    async def _attach(self, request: m.Attach) -> m.Answer:
+        if request.pod not in self._pods:
+            memory = PodMemory(request.pod, Path(request.socket), request.incarnation, self._drive)
+            self._pods[request.pod] = _Attached(memory, request.gpus)
+            memory.listen()
+        return m.Answer(id=0)
+
+    async def _detach(self, request: m.Detach) -> m.Answer:
+        pod = self._pods.pop(request.pod, None)
+        if pod is not None:
+            async with pod.lock:
+                await self._end_saving(pod)
+                await pod.memory.close()
+        return m.Answer(id=0)
+
+    async def _look(self, pod: _Attached) -> m.Answer:
+        found = await pod.memory.refusals()
+        free = await asyncio.to_thread(self._free, pod)
+        return m.Answer(
+            id=0,
+            processes=[m.Seen(process.pid, process.name) for process in pod.memory.processes.values()],
+            objections=[m.Objection(refusal.process, refusal.api, refusal.size) for refusal in found],
+            bytes_total=sum(block.about.size for block in pod.memory.blocks.values()),
+            bytes_free=free,
+        )
+
+    def _free(self, pod: _Attached) -> int:
+        return min((self._devices.get(uuid).free_bytes() for uuid in pod.gpus), default=0)
+
+    def _device(self, pod: _Attached) -> Callable[[int], Device]:
+        return lambda index: self._devices.get(pod.gpus[index])
+
+    async def _store(self, location: str) -> Store:
+        if location not in self._stores:
+            self._stores[location] = await asyncio.to_thread(Store.open, location)
+        return self._stores[location]
+
+    # -- a checkpoint
+
+    async def _begin(self, pod: _Attached, request: m.Begin) -> m.Answer:
+        if pod.saving is not None and pod.saving[0] == request.attempt:
+            return m.Answer(id=0)
+        await self._end_saving(pod)
+        store = await self._store(request.store)
+        make = Saving(store, label=request.label, nice=request.nice)
+        await asyncio.to_thread(self._warm, pod)
+        pod.saving = request.attempt, make
+        return m.Answer(id=0)
+
+    def _warm(self, pod: _Attached) -> None:
+        """Contexts, kernels and the pinned ring are made before the pause, not in it."""
+        for uuid in pod.gpus:
+            device = self._devices.get(uuid)
+            device.slots()
+            device.digests([], bytes(32))
+
+    async def _quiesce(self, pod: _Attached, request: m.Quiesce) -> m.Answer:
+        if pod.quiesced == request.attempt:
+            return m.Answer(id=0, bytes_total=sum(block.size for block in pod.snapshot.blocks))
+        timings: dict[str, float] = {}
+        began = time.monotonic()
+        await pod.memory.quiesce(request.seconds)
+        timings["gpu_quiesce"] = time.monotonic() - began
+        began = time.monotonic()
+        total = await pod.memory.evict(request.seconds)
+        timings["gpu_evict"] = time.monotonic() - began
+        pod.quiesced = request.attempt
+        pod.snapshot = self._snapshot(pod)
+        return m.Answer(id=0, bytes_total=total, timings=timings)
+
+    def _snapshot(self, pod: _Attached) -> SavedMemory:
+        memory = pod.memory
+        return SavedMemory(
+            processes=[SavedProcess(p.number, p.pod_pid, p.name) for p in memory.processes.values()],
+            blocks=[saved(name.process, block) for name, block in sorted(memory.blocks.items())],
+            devices=pod.gpus,
+        )
+
+    async def _capture(self, pod: _Attached, request: m.Capture) -> m.Answer:
+        saving = self._saving(pod, request.attempt)
+        if pod.quiesced != request.attempt:
+            raise Conflict(f"{pod.memory.label} is not quiesced for attempt {request.attempt}")
+        timings: dict[str, float] = {}
+        if pod.captured != request.attempt:
+            timings = await asyncio.to_thread(saving.capture, owners(pod.memory.blocks), self._device(pod))
+            pod.captured = request.attempt
+        return m.Answer(id=0, bytes_new=saving.bytes_changed, timings=timings)
+
+    async def _bring_back(self, pod: _Attached, request: m.BringBack) -> m.Answer:
+        began = time.monotonic()
+        await pod.memory.bring_back(request.seconds, request.mapping or None)
+        pod.quiesced = 0
+        return m.Answer(id=0, timings={"gpu_back": time.monotonic() - began})
+
+    async def _persist(self, pod: _Attached, request: m.Persist) -> m.Answer:
+        saving = self._saving(pod, request.attempt)
+        if pod.captured != request.attempt:
+            raise Conflict(f"{pod.memory.label} was not captured in attempt {request.attempt}")
+        if pod.written is None:
+            if pod.writing is None:
+                pod.writing = asyncio.create_task(self._write(pod, saving))
+            pod.written = await asyncio.shield(pod.writing)
+        return pod.written
+
+    async def _write(self, pod: _Attached, saving: Saving) -> m.Answer:
+        contents, stats = await asyncio.to_thread(saving.write)
+        return m.Answer(
+            id=0, memory=pod.snapshot, contents=contents, bytes_total=stats.bytes_total, bytes_new=stats.bytes_new
+        )
+
+    async def _forget(self, pod: _Attached, request: m.Forget) -> m.Answer:
+        if pod.saving is not None and pod.saving[0] == request.attempt:
+            await self._end_saving(pod)
+        return m.Answer(id=0)
+
+    def _saving(self, pod: _Attached, attempt: int) -> Saving:
+        if pod.saving is None or pod.saving[0] != attempt:
+            raise NotFound(f"the GPU broker knows nothing of attempt {attempt} of {pod.memory.label}")
+        return pod.saving[1]
+
+    async def _end_saving(self, pod: _Attached) -> None:
+        saving, pod.saving, pod.written = pod.saving, None, None
+        writing, pod.writing = pod.writing, None
+        if saving is not None:
+            saving[1].cancelled.set()
+            if writing is not None:  # nobody may read the copies when they go
+                await asyncio.gather(writing, return_exceptions=True)
+            with contextlib.suppress(Exception):  # the device may have failed; what it held is gone with it
+                await asyncio.to_thread(saving[1].close)
+
+    # -- a restore
+
+    async def _fill(self, pod: _Attached, request: m.Fill) -> m.Answer:
+        memory = pod.memory
+        if memory.blocks or memory.expected:
+            return m.Answer(id=0)
+        store = await self._store(request.store)
+        began = time.monotonic()
+        blocks = await asyncio.to_thread(fill, store, request.memory.blocks, request.contents, self._device(pod))
+        memory.take(request.memory.processes, blocks)
+        return m.Answer(id=0, timings={"gpu_fill": time.monotonic() - began})

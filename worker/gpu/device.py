@@ -1,0 +1,59 @@
+"""What the broker needs of a GPU, apart from CUDA itself: `cuda_device` has the real one, tests have another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
+
+CHUNK: Final = 2 << 20  #: bytes; bulk memory is hashed, compared and stored in pieces of this size
+
+
+class Region(NamedTuple):
+    """Device memory as this process sees it: ``size`` bytes at ``address``, behind the driver's ``handle``."""
+
+    address: int
+    size: int
+    handle: int
+
+
+class Slot(NamedTuple):
+    """One piece of pinned host memory, with a way of its own to the device. ``view`` is as long as the piece."""
+
+    number: int
+    view: memoryview
+
+
+class Device(Protocol):
+    """One GPU. Thread-safe; all calls block. Each raises `DeviceFailed` naming the driver's call."""
+
+    index: int
+
+    def open(self, descriptor: int, size: int) -> Region:
+        """Map the memory behind ``descriptor``, which stays the caller's."""
+
+    def create(self, size: int, *, rdma: bool) -> tuple[Region, int]:
+        """New memory, mapped here, and a descriptor of it that the caller owns."""
+
+    def close(self, region: Region) -> None:
+        """Unmap; the memory lives on as long as a descriptor or another process has it."""
+
+    def free_bytes(self) -> int:
+        """Device memory that nobody has."""
+
+    def digests(self, regions: Sequence[Region], key: bytes) -> list[bytes]:
+        """For each region the 32-byte keyed BLAKE3 digests of its chunks, one after the other."""
+
+    def stage(self, sources: Sequence[int]) -> Region:
+        """A copy, in fresh device memory, of the chunks at these addresses, one after the other."""
+
+    def clear(self, address: int, size: int) -> None:
+        """Fill with zeros."""
+
+    def slots(self) -> Sequence[Slot]:
+        """The pinned ring. A slot is used by one thread at a time."""
+
+    def to_host(self, address: int, slot: Slot, size: int) -> None:
+        """Copy ``size`` bytes from the device to the slot's beginning."""
+
+    def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Copy pieces ``(offset in the slot, address, size)`` to the device."""

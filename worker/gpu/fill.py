@@ -1,0 +1,145 @@
+"""A pod's device memory on its way back: new blocks, filled from the store while CRIU rebuilds the processes."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from moorage.errors import CorruptData
+from moorage.store import Content, Store, bulk
+from moorage.worker.gpu.blocks import DIGEST, Block, SavedBlock, told
+from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
+from moorage.worker.gpu.wire import BlockFlag, BlockName
+
+_THREADS = 16
+
+
+class _Target(NamedTuple):
+    device: Device
+    address: int
+
+
+def fill(
+    store: Store,
+    blocks: Sequence[SavedBlock],
+    contents: Mapping[str, Content],
+    device: Callable[[int], Device],
+) -> dict[BlockName, Block]:
+    """The blocks with their memory, as the processes left them. ``device``: by the index that the blocks speak of.
+
+    Every byte is verified on the device after it arrived. Raises `NoCapacity`, `DeviceFailed`, `CorruptData`; then
+    nothing is left.
+    """
+    made: dict[BlockName, Block] = {}
+    regions: dict[BlockName, tuple[Device, Region]] = {}
+    try:
+        for saved in blocks:
+            name = BlockName(saved.process, saved.id)
+            made[name] = Block(told(saved))
+            if saved.own:
+                gpu = device(saved.device)
+                region, descriptor = gpu.create(saved.size, rdma=bool(saved.flags & BlockFlag.RDMA))
+                regions[name] = (gpu, region)
+                made[name].descriptors.append(descriptor)
+        wanted = _wanted(blocks, contents, regions)
+        _bring(store, wanted)
+        _verify(store, blocks, contents, regions, made)
+    except BaseException:
+        for block in made.values():
+            block.close()
+        raise
+    finally:
+        for gpu, region in regions.values():
+            gpu.close(region)
+    return made
+
+
+def _content(saved: SavedBlock, contents: Mapping[str, Content]) -> Content:
+    content = contents.get(saved.content_name)
+    if content is None or content.size != saved.size:
+        raise CorruptData(
+            f"the checkpoint lacks the device memory of block {saved.content_name}", "use an earlier checkpoint"
+        )
+    return content
+
+
+def _wanted(
+    blocks: Sequence[SavedBlock],
+    contents: Mapping[str, Content],
+    regions: Mapping[BlockName, tuple[Device, Region]],
+) -> dict[bytes, list[_Target]]:
+    """Where each chunk goes; what is all zeros is cleared right away."""
+    wanted: dict[bytes, list[_Target]] = {}
+    for saved in blocks:
+        if not saved.own:
+            continue
+        gpu, region = regions[BlockName(saved.process, saved.id)]
+        at = region.address
+        for chunk in _content(saved, contents).chunks:
+            if chunk.name:
+                wanted.setdefault(chunk.name, []).append(_Target(gpu, at))
+            else:
+                gpu.clear(at, chunk.length)
+            at += chunk.length
+    return wanted
+
+
+def _bring(store: Store, wanted: Mapping[bytes, list[_Target]]) -> None:
+    devices = {target.device.index: target.device for targets in wanted.values() for target in targets}
+    slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+    limit = 0
+    for gpu in list(devices.values())[:1]:
+        for slot in gpu.slots():
+            slots.put(slot)
+            limit = len(slot.view)
+
+    def take(run: bulk.Run) -> None:
+        slot = slots.get()
+        try:
+            pieces: dict[int, list[tuple[int, int, int]]] = {}
+            for piece in bulk.read(store, run, slot.view):
+                for target in wanted[piece.name]:
+                    pieces.setdefault(target.device.index, []).append((piece.offset, target.address, piece.length))
+            for index, parts in pieces.items():
+                devices[index].to_device(slot, parts)
+        finally:
+            slots.put(slot)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="gpu-fill") as pool:
+        for done in [pool.submit(take, run) for run in bulk.runs(store, dict.fromkeys(wanted, CHUNK), limit)]:
+            done.result()
+
+
+def _verify(
+    store: Store,
+    blocks: Sequence[SavedBlock],
+    contents: Mapping[str, Content],
+    regions: Mapping[BlockName, tuple[Device, Region]],
+    made: Mapping[BlockName, Block],
+) -> None:
+    by_device: dict[int, list[SavedBlock]] = {}
+    for saved in blocks:
+        if saved.own:
+            by_device.setdefault(regions[BlockName(saved.process, saved.id)][0].index, []).append(saved)
+    for own in by_device.values():
+        names = [BlockName(saved.process, saved.id) for saved in own]
+        gpu = regions[names[0]][0]
+        found = gpu.digests([regions[name][1] for name in names], store.key.chunks)
+        for saved, name, digests in zip(own, names, found, strict=True):
+            for number, expected in _expected(_content(saved, contents)):
+                if digests[number * DIGEST : (number + 1) * DIGEST] != expected:
+                    raise CorruptData(
+                        f"device memory of block {saved.content_name}, chunk {number}, does not match its digest",
+                        "use an earlier checkpoint",
+                    )
+            made[name].names = digests
+
+
+def _expected(content: Content) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    for chunk in content.chunks:
+        if chunk.name:
+            yield number, chunk.name
+        number += chunk.length // CHUNK

@@ -1,0 +1,137 @@
+"""What worker and GPU broker say to each other over the broker's unix socket: length-prefixed msgpack, as with guards.
+
+Every order names a pod by its label. All are idempotent: one that was carried out already answers as before.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from moorage.errors import WireError
+from moorage.store import Content
+from moorage.worker.gpu.blocks import SavedMemory
+
+SOCKET_FILE = "broker.sock"
+LOG_FILE = "broker.log"
+LOCK_FILE = "guard.lock"  # what `guard.files.take_lock` uses
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """Serve the pod's processes at ``socket``. ``gpus``: UUIDs in the pod's own order."""
+
+    pod: str
+    socket: str
+    incarnation: int
+    gpus: list[str]
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """What is there, and what of it cannot be saved."""
+
+    pod: str
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Open the store for an attempt; before the pause."""
+
+    pod: str
+    attempt: int
+    store: str
+    label: str
+    nice: int
+
+
+class Quiesce(msgspec.Struct, frozen=True, tag=True):
+    """Gates closed, streams dry, bulk memory unmapped, the rest in the processes' own memory."""
+
+    pod: str
+    attempt: int
+    seconds: float
+
+
+class Capture(msgspec.Struct, frozen=True, tag=True):
+    """Hash, and copy what changed."""
+
+    pod: str
+    attempt: int
+
+
+class BringBack(msgspec.Struct, frozen=True, tag=True):
+    """The reverse of `Quiesce`, in processes that run (again). ``mapping``: GPU UUIDs, old to new."""
+
+    pod: str
+    seconds: float
+    mapping: dict[str, str] = {}
+
+
+class Persist(msgspec.Struct, frozen=True, tag=True):
+    """Bring what was captured into the store."""
+
+    pod: str
+    attempt: int
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """The attempt is over: give lease and copies back."""
+
+    pod: str
+    attempt: int
+
+
+class Fill(msgspec.Struct, frozen=True, tag=True):
+    """Make the pod's device memory anew, from the store."""
+
+    pod: str
+    store: str
+    memory: SavedMemory
+    contents: dict[str, Content]
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """The pod is gone: give all its memory back."""
+
+    pod: str
+
+
+class Exit(msgspec.Struct, frozen=True, tag=True):
+    """End, if no pod is attached."""
+
+
+Request = Attach | Look | Begin | Quiesce | Capture | BringBack | Persist | Forget | Fill | Detach | Exit
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One order."""
+
+    id: int
+    request: Request
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """One process that uses CUDA."""
+
+    pid: int  # of the host
+    name: str
+
+
+class Objection(msgspec.Struct, frozen=True):
+    """Something that cannot be saved. ``size`` in bytes, 0 where it has none."""
+
+    process: str
+    api: str
+    size: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a call; what does not belong to its request is empty."""
+
+    id: int
+    error: WireError | None = None
+    processes: list[Seen] = []
+    objections: list[Objection] = []
+    bytes_total: int = 0
+    bytes_new: int = 0
+    bytes_free: int = 0
+    timings: dict[str, float] = {}
+    memory: SavedMemory | None = None
+    contents: dict[str, Content] = {}

@@ -1,0 +1,175 @@
+"""A pod's device memory on its way into the store: hashed and staged in the pause, written beside the running job.
+
+Invariants:
+
+* a chunk's name was computed from bytes that nobody could change: the pod was evicted, and what is written is a copy
+  that was made in the same pause;
+* a chunk that is not copied is one that the writer found in the store, under a lease that keeps prune away from it
+  until the pod manifest names it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+from blake3 import blake3
+
+from moorage.errors import AttemptAborted, NoCapacity
+from moorage.store import Chunk, Content, Store, Writer, WriteStats
+from moorage.worker.gpu.blocks import DIGEST, Block, ChangedChunk, changed, saved
+from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
+from moorage.worker.gpu.wire import BlockName
+
+KIND = "device memory"
+_THREADS = 8
+_ZERO = bytes(CHUNK)
+
+
+class Staged:
+    """Copies of chunks, one after the other on the device."""
+
+    def __init__(self, device: Device, region: Region, names: list[bytes]) -> None:
+        self.device = device
+        self.region = region
+        self.names = names
+
+
+class Saving:
+    """One attempt of one pod. `capture` in the pause, `write` after it, `close` when the manifest is written."""
+
+    def __init__(self, store: Store, *, label: str, nice: int) -> None:
+        self._store = store
+        self._writer: Writer = store.writer(label=label, threads=_THREADS, nice=nice)
+        self._zero = blake3(_ZERO, key=store.key.chunks).digest()
+        self._staged: list[Staged] = []
+        self._names: dict[BlockName, bytes] = {}
+        self._blocks: dict[BlockName, Block] = {}
+        self.bytes_changed = 0
+        self.cancelled = threading.Event()
+
+    def capture(self, blocks: Mapping[BlockName, Block], device: Callable[[int], Device]) -> dict[str, float]:
+        """Hash all of ``blocks`` and copy what the store lacks. Returns seconds by step.
+
+        Raises `NoCapacity` when the copy has no room, `DeviceFailed`. Afterwards the job may have its memory back.
+        """
+        timings = {"gpu_open": 0.0, "gpu_hash": 0.0, "gpu_stage": 0.0, "gpu_close": 0.0}
+        by_device: dict[int, list[BlockName]] = {}
+        for name, block in blocks.items():
+            by_device.setdefault(block.about.device, []).append(name)
+        for index, names in by_device.items():
+            self._capture_on(device(index), {name: blocks[name] for name in names}, timings)
+        return timings
+
+    def _capture_on(self, device: Device, blocks: Mapping[BlockName, Block], timings: dict[str, float]) -> None:
+        clock = _Clock(timings)
+        regions: list[Region] = []
+        try:
+            for block in blocks.values():
+                regions.append(device.open(block.descriptors[0], block.about.size))
+            clock.lap("gpu_open")
+            digests = device.digests(regions, self._store.key.chunks)
+            clock.lap("gpu_hash")
+            wanted: dict[bytes, ChangedChunk] = {}
+            for (name, block), region, names in zip(blocks.items(), regions, digests, strict=True):
+                self._names[name] = names
+                self._blocks[name] = block
+                for chunk in changed(region.address, names, {self._zero}):
+                    if chunk.name not in wanted and not self._writer.has(chunk.name):
+                        wanted[chunk.name] = chunk
+            self._stage(device, list(wanted.values()))
+            clock.lap("gpu_stage")
+        finally:
+            for region in regions:
+                device.close(region)
+        clock.lap("gpu_close")
+
+    def _stage(self, device: Device, chunks: list[ChangedChunk]) -> None:
+        if not chunks:
+            return
+        size = len(chunks) * CHUNK
+        free = device.free_bytes()
+        if size > free:
+            raise NoCapacity(
+                f"GPU {device.index}: {size >> 20} MiB of device memory changed, and only {free >> 20} MiB are free to "
+                "copy them to",
+                "park the job instead, or leave more device memory free",
+            )
+        region = device.stage([chunk.address for chunk in chunks])
+        self._staged.append(Staged(device, region, [chunk.name for chunk in chunks]))
+        self.bytes_changed += size
+
+    def write(self) -> tuple[dict[str, Content], WriteStats]:
+        """Bring the copies into the store; the content of each block by `SavedBlock.content_name`.
+
+        Raises `NoCapacity`, `Unavailable`, `AttemptAborted` after `cancelled` was set.
+        """
+        for staged in self._staged:
+            self._write(staged)
+        total = sum(block.about.size for block in self._blocks.values())
+        self._writer.count_known(total - self.bytes_changed, (total - self.bytes_changed) // CHUNK, kind=KIND)
+        stats = self._writer.finish()
+        self._drop_copies()
+        return {
+            saved(name.process, self._blocks[name]).content_name: self._content(names)
+            for name, names in self._names.items()
+        }, stats
+
+    def _write(self, staged: Staged) -> None:
+        slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+        for slot in staged.device.slots():
+            slots.put(slot)
+        per_slot = len(staged.device.slots()[0].view) // CHUNK
+
+        def put(first: int) -> None:
+            if self.cancelled.is_set():
+                raise AttemptAborted("the attempt is over")
+            names = staged.names[first : first + per_slot]
+            slot = slots.get()
+            try:
+                staged.device.to_host(staged.region.address + first * CHUNK, slot, len(names) * CHUNK)
+                pieces = [(name, slot.view[i * CHUNK : (i + 1) * CHUNK]) for i, name in enumerate(names)]
+                self._writer.add_named(pieces, kind=KIND)
+            finally:
+                slots.put(slot)
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="gpu-save") as pool:
+            for done in [pool.submit(put, first) for first in range(0, len(staged.names), per_slot)]:
+                done.result()
+
+    def _content(self, names: bytes) -> Content:
+        chunks = [names[at : at + DIGEST] for at in range(0, len(names), DIGEST)]
+        parts: list[Chunk] = []
+        for name in chunks:
+            if name != self._zero:
+                parts.append(Chunk(name, CHUNK))
+            elif parts and not parts[-1].name:
+                parts[-1] = Chunk(b"", parts[-1].length + CHUNK)
+            else:
+                parts.append(Chunk(b"", CHUNK))
+        return Content(len(chunks) * CHUNK, parts)
+
+    def _drop_copies(self) -> None:
+        for staged in self._staged:
+            staged.device.close(staged.region)
+        self._staged.clear()
+
+    def close(self) -> None:
+        """Give the lease and the copies back. Calling it again does nothing."""
+        self.cancelled.set()
+        self._drop_copies()
+        self._writer.abort()
+
+
+class _Clock:
+    def __init__(self, timings: dict[str, float]) -> None:
+        self._timings = timings
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self._timings[name] += now - self._last
+        self._last = now

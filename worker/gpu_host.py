@@ -1,0 +1,81 @@
+"""The GPUs and the driver of this host, as far as containers need them. Reads ``/proc`` and ``/dev``; no CUDA call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from moorage.errors import EnvironmentLacking, NotFound
+from moorage.worker.gpu.client import BrokerClient
+
+CONTROL_NODES = (Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"), Path("/dev/nvidia-uvm-tools"))
+_GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
+_NAME = "libcuda.so.1"
+
+
+class HostDriver(NamedTuple):
+    """``libcuda``: the driver's library itself, no link. ``mounts``: host mounts below ``/`` that hold the driver."""
+
+    libcuda: Path
+    mounts: list[Path]
+
+
+@cache
+def driver() -> HostDriver:
+    """Raises `EnvironmentLacking` when this host has no CUDA driver."""
+    found = _libcuda()
+    if found is None:
+        raise EnvironmentLacking(f"this node has no {_NAME}", "install the NVIDIA driver, then `ldconfig`")
+    real = found.resolve()
+    holder = next((path for path in (real, *real.parents) if os.path.ismount(path)), Path("/"))  # noqa: PTH
+    return HostDriver(real, [] if holder == Path("/") else [holder])
+
+
+def _libcuda() -> Path | None:
+    listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
+    for line in listing.splitlines():
+        name, _, path = line.partition(" => ")
+        if name.split() and name.split()[0] == _NAME and "x86-64" in name:
+            return Path(path.strip())
+    return None
+
+
+def information(folder: Path = _GPU_FOLDER) -> list[dict[str, str]]:
+    """What the kernel's driver says of each GPU, in bus order: ``GPU UUID``, ``Model``, ``Device Minor``, …"""
+    found = []
+    for path in sorted(folder.glob("*/information")):
+        lines = (line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
+        found.append({name.strip(): value.strip() for name, value in lines})
+    return found
+
+
+def device_node(uuid: str) -> Path:
+    """The device node of a GPU. Raises `NotFound`."""
+    for gpu in information():
+        if gpu.get("GPU UUID") == uuid:
+            return Path(f"/dev/nvidia{gpu['Device Minor']}")
+    raise NotFound(f"no GPU of this node is {uuid}")
+
+
+class NodeGpus:
+    """Which pod has which GPU of this node, and the broker."""
+
+    def __init__(self, state: Path) -> None:
+        self.broker = BrokerClient(state / "gpu")
+        self._taken: dict[str, list[str]] = {}
+
+    def free(self) -> list[str]:
+        """UUIDs that no pod has, in bus order."""
+        taken = {uuid for uuids in self._taken.values() for uuid in uuids}
+        return [uuid for gpu in information() if (uuid := gpu.get("GPU UUID", "")) and uuid not in taken]
+
+    def take(self, pod: str, uuids: list[str]) -> None:
+        """They are the pod's now."""
+        self._taken[pod] = list(uuids)
+
+    def release(self, pod: str) -> None:
+        """They are nobody's again."""
+        self._taken.pop(pod, None)

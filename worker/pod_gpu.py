@@ -1,0 +1,253 @@
+"""The GPUs of one pod: which ones, what its container needs for them, and the pod's orders to the GPU broker.
+
+Every function does nothing for a pod without GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from moorage.errors import EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable
+from moorage.store import PodManifest
+from moorage.worker import gpu_host
+from moorage.worker.agent_failpoints import step
+from moorage.worker.gpu import messages as m
+from moorage.worker.gpu.blocks import SavedMemory
+from moorage.worker.pod_steps import Timings
+from moorage.worker.preflight import Objection, OpenFile, Process
+from moorage.worker.sandbox import native, oci, podinit
+
+if TYPE_CHECKING:
+    from moorage.worker.pod import Pod
+
+#: Seen by the pod's processes; apart from `podinit.FOLDER`, which is closed to jobs of other users than root.
+FOLDER = "/.moorage-gpu"
+SOCKET = f"{FOLDER}/gpu.sock"
+REAL = f"{FOLDER}/libcuda.so.1"
+PROXY = "libcuda.so.1"
+_NICE = 10
+#: What the driver's own part of one process may take of host memory while it is saved, in bytes.
+DRIVER_BYTES = 2 << 30
+
+
+def has(pod: Pod) -> bool:
+    """Whether the pod has GPUs."""
+    return bool(pod.spec.gpus_per_pod)
+
+
+def _folder(pod: Pod) -> Path:
+    return pod.folder / "gpu"
+
+
+async def attach(pod: Pod) -> None:
+    """Give the pod its GPUs and tell the broker, which is started if there is none.
+
+    Raises `NoCapacity` (no GPU free), `EnvironmentLacking` (no driver, no proxy, no broker).
+    """
+    if not has(pod):
+        return
+    if not pod.record.gpus:
+        pod.record.gpus = _choose(pod)
+        pod.save()
+    await asyncio.to_thread(_lay_folder, pod)
+    await tell(pod)
+
+
+async def tell(pod: Pod) -> None:
+    """Make sure that there is a broker, and that it serves the pod."""
+    if has(pod):
+        socket = str(_folder(pod) / "gpu.sock")
+        order = m.Attach(pod.container, socket, pod.record.incarnation, list(pod.record.gpus))
+        await pod.node.gpus.broker.ask(order, start=True)
+
+
+def _choose(pod: Pod) -> list[str]:
+    free = pod.node.gpus.free()
+    wanted = pod.spec.gpus_per_pod
+    if len(free) < wanted:
+        raise NoCapacity(f"{pod.label} needs {wanted} GPUs, node {pod.node.name} has {len(free)} free")
+    pod.node.gpus.take(pod.container, free[:wanted])
+    return free[:wanted]
+
+
+def _lay_folder(pod: Pod) -> None:
+    folder = _folder(pod)
+    folder.mkdir(mode=0o755, exist_ok=True)
+    folder.chmod(0o755)
+    real = folder / Path(REAL).name
+    real.touch(0o644)
+
+
+def lay_proxy(pod: Pod, upper: Path) -> None:
+    """Put the proxy into the pod's upper layer, so that what is restored is what was saved."""
+    if has(pod):
+        folder = upper / podinit.FOLDER.lstrip("/")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        shutil.copyfile(native.find(PROXY, "intercept", variable="MOORAGE_LIBCUDA_PROXY"), folder / PROXY)
+        (folder / PROXY).chmod(0o755)
+
+
+def environment(pod: Pod) -> dict[str, str]:
+    """What ranks need to find the broker."""
+    return {"MOORAGE_GPU_SOCKET": SOCKET} if has(pod) else {}
+
+
+def container(pod: Pod) -> tuple[list[oci.Bind], list[oci.DeviceRule]]:
+    """Mounts and device rules of the pod's container. Raises `EnvironmentLacking` without a driver."""
+    if not has(pod):
+        return [], []
+    host = gpu_host.driver()
+    binds = [oci.Bind(source=mount, destination=str(mount), read_only=True) for mount in host.mounts]
+    rules = []
+    for node in [*gpu_host.CONTROL_NODES, *(gpu_host.device_node(uuid) for uuid in pod.record.gpus)]:
+        if node.exists():
+            number = node.stat().st_rdev
+            binds.append(oci.Bind(source=node, destination=str(node), device=True))
+            rules.append(oci.DeviceRule(kind="c", major=os.major(number), minor=os.minor(number)))
+    binds.append(oci.Bind(source=_folder(pod), destination=FOLDER))
+    binds.append(oci.Bind(source=host.libcuda, destination=REAL, read_only=True))
+    proxy = pod.layers.root / podinit.FOLDER.lstrip("/") / PROXY
+    binds.append(oci.Bind(source=proxy, destination=str(host.libcuda), read_only=True))
+    return binds, rules
+
+
+# -- preflight
+
+
+async def look(pod: Pod) -> tuple[list[Objection], frozenset[int]]:
+    """What cannot be saved of the GPU's state, and the host pids of the processes whose state can be."""
+    if not has(pod) or pod.gone:
+        return [], frozenset()
+    try:
+        await tell(pod)
+        seen = await pod.node.gpus.broker.ask(m.Look(pod.container))
+    except (Unavailable, EnvironmentLacking) as error:
+        return [
+            Objection("the GPU broker", error.message, error.hint or "try again", type(error).__name__)
+        ], frozenset()
+    objections = [
+        Objection(
+            f"{found.process}, {found.api}{f' of {found.size} bytes' if found.size else ''}",
+            "the driver cannot save it",
+            "use plain device memory (cudaMalloc) instead, or free it before the checkpoint",
+        )
+        for found in seen.objections
+    ]
+    return objections, frozenset(process.pid for process in seen.processes)
+
+
+def without_driver(processes: list[Process], on_gpu: frozenset[int]) -> list[Process]:
+    """The processes without those descriptors that the driver closes itself when it saves a process ``on_gpu``."""
+    return [
+        dataclasses.replace(process, files=tuple(file for file in process.files if not _of_driver(file)))
+        if process.host_pid in on_gpu
+        else process
+        for process in processes
+    ]
+
+
+def _of_driver(file: OpenFile) -> bool:
+    return stat.S_ISCHR(file.mode) and file.target.startswith("/dev/nvidia")
+
+
+# -- a checkpoint
+
+
+async def begin(pod: Pod, attempt: int) -> None:
+    """Before the pause: open the store, make contexts and buffers."""
+    if has(pod) and not pod.gone:
+        record = pod.record
+        label = f"{record.job} attempt {attempt} pod {record.pod} device memory"
+        nice = _NICE if record.kind == "resume" else 0
+        await pod.node.gpus.broker.ask(m.Begin(pod.container, attempt, pod.node.config.store, label, nice))
+
+
+async def quiesce(pod: Pod, attempt: int, seconds: float) -> Timings:
+    """The pod's device memory is out of its processes' hands, and the driver's part in their own memory."""
+    if not has(pod) or pod.gone:
+        return {}
+    async with step("worker.gpu.quiesce"):
+        done = await pod.node.gpus.broker.ask(m.Quiesce(pod.container, attempt, seconds))
+    return done.timings
+
+
+async def capture(pod: Pod, attempt: int) -> Timings:
+    """Hash the device memory, and copy what the store lacks."""
+    if not has(pod) or pod.gone:
+        return {}
+    async with step("worker.gpu.capture"):
+        done = await pod.node.gpus.broker.ask(m.Capture(pod.container, attempt))
+    return done.timings
+
+
+async def bring_back(pod: Pod, seconds: float, mapping: dict[str, str] | None = None) -> Timings:
+    """The processes run again: the driver's part and the memory go back. Idempotent.
+
+    Raises `Unavailable` when a process does not come back in time, `DeviceFailed` when the driver cannot.
+    """
+    if not has(pod) or pod.gone:
+        return {}
+    async with step("worker.gpu.back"):
+        done = await pod.node.gpus.broker.ask(m.BringBack(pod.container, seconds, mapping or {}))
+    return done.timings
+
+
+async def persist(pod: Pod, attempt: int, *, finished: bool) -> m.Answer | None:
+    """Bring what was captured into the store. None: there is nothing."""
+    if not has(pod) or finished:
+        return None
+    return await pod.node.gpus.broker.ask(m.Persist(pod.container, attempt))
+
+
+async def forget(pod: Pod, attempt: int) -> None:
+    """The attempt is over. Raises nothing: a broker that is gone has forgotten it."""
+    if has(pod) and attempt:
+        await _quietly(pod, m.Forget(pod.container, attempt))
+
+
+# -- a restore
+
+
+async def fill(pod: Pod, manifest: PodManifest) -> Timings:
+    """Make the pod's device memory from its manifest. Raises `NoCapacity`, `CorruptData`, `DeviceFailed`."""
+    if not has(pod) or "gpu" not in manifest.extra:
+        return {}
+    memory = msgspec.convert(manifest.extra["gpu"], SavedMemory)
+    async with step("worker.gpu.fill"):
+        done = await pod.node.gpus.broker.ask(
+            m.Fill(pod.container, pod.node.config.store, memory, dict(manifest.memory))
+        )
+    pod.record.gpu_mapping = mapping(memory.devices, pod.record.gpus)
+    return done.timings
+
+
+def mapping(old: list[str], new: list[str]) -> dict[str, str]:
+    """Which GPU takes the place of which, without the ``GPU-`` prefix as the driver wants it; empty: none moved."""
+    if old == new:
+        return {}
+    return {a.removeprefix("GPU-"): b.removeprefix("GPU-") for a, b in zip(old, new, strict=True)}
+
+
+async def detach(pod: Pod) -> None:
+    """The pod is gone: give its memory and its GPUs back. Raises nothing."""
+    if has(pod):
+        await _quietly(pod, m.Detach(pod.container))
+        pod.node.gpus.release(pod.container)
+
+
+async def _quietly(pod: Pod, order: m.Request) -> None:
+    try:
+        if pod.node.gpus.broker.alive():
+            await pod.node.gpus.broker.ask(order)
+    except (NotFound, Unavailable):
+        pass
+    except MoorageError as error:
+        pod.log.warning("the GPU broker refused", order=type(order).__name__, error=str(error))
