@@ -167,7 +167,10 @@ async def begin(pod: Pod, attempt: int) -> None:
         record = pod.record
         label = f"{record.job} attempt {attempt} pod {record.pod} device memory"
         nice = _NICE if record.kind == "resume" else 0
-        await pod.node.gpus.broker.ask(m.Begin(pod.container, attempt, pod.node.config.store, label, nice))
+        config = pod.node.config
+        await pod.node.gpus.broker.ask(
+            m.Begin(pod.container, attempt, config.store, config.store_settings, label, nice)
+        )
 
 
 async def quiesce(pod: Pod, attempt: int, seconds: float) -> Timings:
@@ -221,9 +224,10 @@ async def fill(pod: Pod, manifest: PodManifest) -> Timings:
     if not has(pod) or "gpu" not in manifest.extra:
         return {}
     memory = msgspec.convert(manifest.extra["gpu"], SavedMemory)
+    config = pod.node.config
     async with step("worker.gpu.fill"):
         done = await pod.node.gpus.broker.ask(
-            m.Fill(pod.container, pod.node.config.store, memory, dict(manifest.memory))
+            m.Fill(pod.container, config.store, config.store_settings, memory, dict(manifest.memory))
         )
     pod.record.gpu_mapping = mapping(memory.devices, pod.record.gpus)
     return done.timings

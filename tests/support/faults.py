@@ -13,15 +13,23 @@ from tests.support import scenario_live as live
 from tests.support.scenario import Stage
 
 #: Why these are reached by no kill: a sentence for each.
-NOT_REACHED: dict[str, str] = {
-    f"network.{step}.{side}": "the guard pulls the cables by itself (guard.fence, guard.lift)"
-    for step in ("cut", "uncut")
-    for side in ("before", "after")
-} | {
-    f"coordinator.{step}.{side}": "no job is touched; tests/multinode/test_trust_cluster.py kills it there"
-    for step in ("join", "crl")
-    for side in ("before", "after")
-}
+NOT_REACHED: dict[str, str] = (
+    {
+        f"network.{step}.{side}": "the guard pulls the cables by itself (guard.fence, guard.lift)"
+        for step in ("cut", "uncut")
+        for side in ("before", "after")
+    }
+    | {
+        f"coordinator.{step}.{side}": "no job is touched; tests/multinode/test_trust_cluster.py kills it there"
+        for step in ("join", "crl")
+        for side in ("before", "after")
+    }
+    | {
+        f"{step}.{side}": "needs a GPU; tests/gpu/test_faults.py kills it there"
+        for step in ("worker.gpu.quiesce", "worker.gpu.capture", "worker.gpu.back", "worker.gpu.fill", "gpu.spawn")
+        for side in ("before", "after")
+    }
+)
 
 COORDINATOR, NODE, ANY, IDLE = "coordinator", "node", "", "idle"
 

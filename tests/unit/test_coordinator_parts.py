@@ -175,6 +175,7 @@ def test_kinds_are_told_in_a_users_words() -> None:
     assert kind_of("journal", "journal") == "logs"
 
 
-def test_a_job_with_gpus_is_refused_before_anything_is_made() -> None:
-    with pytest.raises(Refused, match="2 GPUs a pod"):
-        complete(JobSpec(command=["true"], gpus_per_pod=2), "user:me", "j1")
+def test_ranks_that_would_share_a_communicator_are_refused_before_anything_is_made() -> None:
+    with pytest.raises(Refused, match="2 ranks with GPUs"):
+        complete(JobSpec(command=["true"], gpus_per_pod=1, pods=2), "user:me", "j1")
+    assert complete(JobSpec(command=["true"], gpus_per_pod=2), "user:me", "j1").gpus_per_pod == 2

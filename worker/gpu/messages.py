@@ -9,6 +9,7 @@ import msgspec
 
 from moorage.errors import WireError
 from moorage.store import Content
+from moorage.store_settings import StoreSettings
 from moorage.worker.gpu.blocks import SavedMemory
 
 SOCKET_FILE = "broker.sock"
@@ -37,6 +38,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     pod: str
     attempt: int
     store: str
+    settings: StoreSettings
     label: str
     nice: int
 
@@ -83,6 +85,7 @@ class Fill(msgspec.Struct, frozen=True, tag=True):
 
     pod: str
     store: str
+    settings: StoreSettings
     memory: SavedMemory
     contents: dict[str, Content]
 
