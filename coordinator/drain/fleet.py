@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
-from moorage.compat import JobFingerprint, judge, node_from
+import msgspec
+
+from moorage.compat import Gpu, JobFingerprint, NodeFingerprint, judge, node_from
 from moorage.coordinator.capacity import has, need_of
 from moorage.coordinator.drain import selector
 from moorage.coordinator.drain.model import Fits, JobView, NodeView
@@ -59,17 +62,35 @@ def fits(leader: Leader) -> Fits:
 
     The files are compared when the job moves: to read them for every pair would take long.
     """
-    known = {name: node_from(record.fingerprint) for name, record in leader.nodes.known.items()}
+    # Nodes of a fleet are mostly alike: each pair of kinds is judged once, or hundreds of nodes would take minutes.
+    kinds: list[NodeFingerprint] = []
+    numbers: dict[NodeFingerprint, int] = {}
+    kind_of: dict[str, int] = {}
+    for name, record in leader.nodes.known.items():
+        if (found := node_from(record.fingerprint)) is None:
+            continue
+        found = msgspec.structs.replace(
+            found, gpus=tuple(Gpu(model=g.model, memory_bytes=g.memory_bytes) for g in found.gpus)
+        )
+        if found not in numbers:
+            numbers[found] = len(kinds)
+            kinds.append(found)
+        kind_of[name] = numbers[found]
+
+    @functools.cache
+    def misfit(here: int, there: int, gpus: int) -> str:
+        node = kinds[here]
+        verdict = judge(JobFingerprint(node=node, gpus=node.gpus[:gpus]), kinds[there])
+        return "" if verdict.fits else verdict.summary
 
     def reason(job: JobView, node: NodeView) -> str:
-        there = known.get(node.node)
+        there = kind_of.get(node.node)
         for source in dict.fromkeys(job.seats):
-            here = known.get(source)
+            here = kind_of.get(source)
             if here is None or there is None:
                 continue
-            verdict = judge(JobFingerprint(node=here, gpus=here.gpus[: job.need.gpus]), there)
-            if not verdict.fits:
-                return verdict.summary
+            if why := misfit(here, there, job.need.gpus):
+                return why
         return ""
 
     return reason
