@@ -63,6 +63,10 @@ format: $(STAMPS)/installed ## let ruff format and sort imports
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: docs
+docs: $(STAMPS)/installed ## write the pages that are made from the code: command line, errors, Python API
+	$(BIN)/python tools/docs.py
+
 .PHONY: proto-check
 proto-check: $(STAMPS)/installed ## are the committed protobuf descriptors and stubs those of the .proto files?
 	PYTHON=$(CURDIR)/$(BIN)/python tools/proto-check.sh

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
 def exit_codes() -> str:
@@ -99,15 +100,21 @@ def compatibility() -> str:
 
 def errors() -> str:
     """docs/errors.md"""
-    sys.path.insert(0, str(Path(__file__).resolve().parent))
     import error_table
 
     return error_table.page()
 
 
+def python_api() -> str:
+    """docs/python-api.md"""
+    import api_reference
+
+    return api_reference.page()
+
+
 PAGES = {"exit-codes.md": exit_codes, "command-line.md": command_line, "compatibility.md": compatibility}
 #: Written with the others, and not asked for at every change: it follows each line that says something to a user.
-LAGGING = {"errors.md": errors}
+LAGGING = {"errors.md": errors, "python-api.md": python_api}
 
 
 def stale() -> list[str]:

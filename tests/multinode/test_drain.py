@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -190,4 +191,36 @@ def test_jobs_that_have_no_other_place_are_named_before_anything_is_touched(clus
     (bound.live / "end").touch()
     bound.assert_right()
     free.assert_right()
+    (bound.live / "end").unlink()
     wide.job.stop(grace=0)
+
+
+def test_a_drain_that_is_interrupted_stands_still_and_goes_on_when_it_is_repeated(cluster: DevCluster) -> None:
+    client = cluster.client()
+    here = cluster.nodes[:2]
+    jobs = [Counter(client, cluster.folder, f"stop-{node}", pods=1) for node in here]
+    for counter, node in zip(jobs, here, strict=True):
+        counter.job.until(lambda job: job.phase == "running", timeout=60)
+        counter.job.move(to=[node])
+    line = ("drain", *here, "-y")
+    process = moorage(cluster, *line)
+    assert process.stderr is not None
+    while "is checkpointed" not in process.stderr.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130 and f"moorage drain {' '.join(here)} goes on" in err, (out, err)
+    assert "1 moved, 1 waiting" in out and cordoned(client) == here
+    assert [counter.job.status().pods[0].node in here for counter in jobs] == [False, True]
+    # Somebody else's jobs go on, whoever is killed: also the coordinator, in the middle of what comes now.
+    process = moorage(cluster, *line, "--output", "json")
+    while jobs[1].job.status().phase == "running":
+        assert process.poll() is None
+    cluster.kill("coordinator")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and json.loads(out)["phase"] == "done", (out, err)
+    client.uncordon(here)
+    (jobs[0].live / "end").touch()
+    for counter in jobs:
+        counter.assert_right()
+    (jobs[0].live / "end").unlink()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -110,7 +113,7 @@ def test_a_drain_tells_of_each_job_and_sums_up(coordinator: FakeCoordinator, run
     _ends(coordinator, "done", "moved", "parked")
     done = run("drain", "n-1", "-y")
     assert done.code == 0 and "drain of n-1: done; 1 moved, 1 parked" in done.out
-    assert "a runs on n-2" in done.err and "n-1 stay cordoned until" in done.err
+    assert "a runs on n-2" in done.err and "n-1 stays cordoned until" in done.err
     summary = json.loads(run("drain", "n-1", "-y", "-o", "json").out)
     assert (summary["phase"], [move["state"] for move in summary["waves"][0]["moves"]]) == ("done", ["moved", "parked"])
 
@@ -152,7 +155,7 @@ def test_ctrl_c_calls_it_off_and_says_how_it_stands(coordinator: FakeCoordinator
         process.send_signal(signal.SIGINT)
         rest, out = process.stderr.read(), process.stdout.read()
     assert process.returncode == 130
-    assert "called off before b moved" in rest and "stay cordoned" in rest and "Traceback" not in rest
+    assert "called off before b moved" in rest and "stays cordoned" in rest and "Traceback" not in rest
     assert "cancelled" in out and coordinator.asked("CancelDrain")[0].drain == "d-1"
 
 
@@ -190,3 +193,21 @@ def test_a_shell_completes_commands_and_flags(shell: str) -> None:
         }
         done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
         assert wanted in done.stdout, (shell, typed, done)
+
+
+def test_top_is_a_live_view_on_a_terminal_until_ctrl_c(coordinator: FakeCoordinator) -> None:
+    coordinator.state.add("looked-at", reason="Job runs.")
+    parent, child = pty.openpty()
+    line = [sys.executable, "-P", "-m", "moorage.cli.main", "top", "-n", "100ms"]
+    process = subprocess.Popen(line, stdin=child, stdout=child, stderr=child, env=os.environ | {"COLUMNS": "160"})
+    os.close(child)
+    shown = b""
+    while b"looked-at" not in shown:
+        assert process.poll() is None, shown
+        shown += os.read(parent, 65536)
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(OSError):  # the terminal is gone with its last user
+        while more := os.read(parent, 65536):
+            shown += more
+    os.close(parent)
+    assert process.wait(timeout=30) == 0 and b"Traceback" not in shown

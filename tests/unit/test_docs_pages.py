@@ -56,3 +56,21 @@ def test_every_page_that_is_linked_is_there() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in target and "…" not in target:
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_the_python_api_is_described_name_by_name() -> None:
+    from moorage.coordinator import client
+
+    page = (ROOT / "docs" / "python-api.md").read_text()
+    assert not [name for name in client.__all__ if f"\n## {name}\n" not in page], "run tools/docs.py"
+
+
+def test_every_metric_is_in_the_operators_page() -> None:
+    from moorage.coordinator.metrics import Metrics
+
+    page = (ROOT / "docs" / "operations.md").read_text()
+    names = {family.name for family in Metrics(lambda: None).registry.collect()}
+    names |= {"moorage_node_pods", "moorage_node_ready", "moorage_node_registered", "moorage_node_lease_seconds"}
+    names |= {"moorage_jobs", "moorage_nodes", "moorage_pods", "moorage_gpus", "moorage_drains_running"}
+    missing = [name for name in names if name.startswith("moorage_") and name not in page]
+    assert not missing, missing

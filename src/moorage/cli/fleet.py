@@ -188,7 +188,7 @@ def _sentence(move: MoveInfo) -> str:
         return f"{move.name} runs on {where}" + (f", after {human_seconds(move.seconds)}" if move.seconds else "")
     words = {
         "waiting": "waits",
-        "moving": "is checkpointed and moved",
+        "moving": f"is checkpointed and {'moved' if move.target else 'parked'}",
         "parked": "is parked",
         "ended": "has ended",
         "failed": "could not be moved and runs where it was",
@@ -210,7 +210,8 @@ def _report(drain: DrainInfo, form: str) -> None:
                 print(f"  {_sentence(move)}")
                 for choice in move.choices:
                     print(f"    {choice}")
-    remark(f"{', '.join(drain.nodes)} stay cordoned until `moorage uncordon`")
+    stay = "stays" if len(drain.nodes) == 1 else "stay"
+    remark(f"{', '.join(drain.nodes)} {stay} cordoned until `moorage uncordon`")
     again = f"moorage drain {' '.join(drain.nodes)} goes on"
     if drain.phase == "cancelled":
         remark(f"{drain.reason}; {again}")

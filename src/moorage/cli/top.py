@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -184,7 +185,8 @@ def top(
                 _print(_look(api, rates), form)
                 time.sleep(pause)
         else:
-            _live(api, rates, pause)
+            with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
+                _live(api, rates, pause)
 
 
 def _look(api: Client, rates: Rates) -> View:
@@ -205,9 +207,6 @@ def _live(api: Client, rates: Rates, pause: float) -> None:
 
     live: Any
     with Live(render(_look(api, rates)), screen=True, auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(pause)
-                live.update(render(_look(api, rates)), refresh=True)
-        except KeyboardInterrupt:
-            return
+        while True:
+            time.sleep(pause)
+            live.update(render(_look(api, rates)), refresh=True)
