@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 
@@ -17,7 +18,7 @@ def _signature(name: str, thing: Any) -> str:
         return name
     parameters = [p for p in signature.parameters.values() if p.name != "self"]
     text = str(signature.replace(parameters=parameters))
-    return name + text.replace("'", "")
+    return name + re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)  # annotations are strings, defaults may be
 
 
 def _members(cls: type) -> list[tuple[str, Any]]:
@@ -67,9 +68,9 @@ def page() -> str:
         "print(job.wait().exit_code)",
         "```",
         "",
-        "`Client` and `Job` block; `AsyncClient` and `AsyncJob` have the same verbs as coroutines, and say in full what each",
-        "does and raises. Every error is a class of `moorage.errors` ([errors.md](errors.md)).",
-        "[examples/python_api](../examples/python_api/README.md) uses every verb. This page is written by `tools/docs.py`.",
+        "`Client` and `Job` block; `AsyncClient` and `AsyncJob` have the same verbs as coroutines, and say in full what",
+        "each does and raises. Every error is a class of `moorage.errors` ([errors.md](errors.md)).",
+        "[examples/python_api](../examples/python_api/README.md) uses every verb. `tools/docs.py` writes this page.",
     ]
     for name in names:
         lines += _section(name, getattr(client, name))

@@ -30,6 +30,7 @@ CURES = {
     "AttemptAborted": "The job runs on; try again. `moorage events JOB` says what stood in the way.",
     "Forbidden": "Use a certificate whose role allows it, or ask the job's owner.",
     "JobFailed": "`moorage logs JOB` and `moorage events JOB` say why it ended.",
+    "DeviceFailed": "See what the driver says of that GPU (`nvidia-smi`, `dmesg`); drain the node if it stays so.",
     "Fenced": "Nothing: a newer coordinator or incarnation has taken over, and this one has stopped in time.",
 }
 
@@ -104,7 +105,14 @@ def page() -> str:
     ]
     everything = raised()
     for code, name, meaning in exit_codes():
-        lines += ["", f"## {name} ({code})", "", meaning.replace("``", "`"), "", f"**Cure:** {CURES[name]}"]
+        lines += [
+            "",
+            f"## {name} ({code})",
+            "",
+            meaning.replace("``", "`"),
+            "",
+            f"**Cure:** {CURES.get(name, CURES['MoorageError'])}",
+        ]
         mine = [one for one in everything if one.kind == name]
         if mine:
             lines += ["", "| message | cure |", "|---|---|"]

@@ -35,9 +35,9 @@ def _error_table() -> Any:
 
 def test_every_message_leads_to_a_cure() -> None:
     table = _error_table()
-    assert set(table.CURES) == {name for _, name, _ in exit_codes()}
+    assert set(table.CURES) <= {name for _, name, _ in exit_codes()}
     found = table.raised()
-    assert len(found) > 100 and all(one.cure or table.CURES[one.kind] for one in found)
+    assert len(found) > 100 and all(one.cure or table.CURES.get(one.kind) for one in found)
     # The page may lag behind the code by what changed since it was written, but no more than that.
     page = (ROOT / "docs" / "errors.md").read_text()
     missing = [one for one in found if table._cell(one.message) not in page]
