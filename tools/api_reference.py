@@ -68,7 +68,7 @@ def page() -> str:
         "print(job.wait().exit_code)",
         "```",
         "",
-        "`Client` and `Job` block; `AsyncClient` and `AsyncJob` have the same verbs as coroutines, and say in full what",
+        "`Client` and `Job` block; `AsyncClient` and `AsyncJob` have the same verbs as coroutines and say in full what",
         "each does and raises. Every error is a class of `moorage.errors` ([errors.md](errors.md)).",
         "[examples/python_api](../examples/python_api/README.md) uses every verb. `tools/docs.py` writes this page.",
     ]
