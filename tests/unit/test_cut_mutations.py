@@ -37,7 +37,7 @@ WRITTEN: dict[Mutant, Callable[..., Any]] = {
 }
 PROGRAMS = range(1, 151)  #: all of these are cut as they must be when nothing is taken away (test_cut_programs.py)
 CASES = range(80)
-MOST_EVENTS = 200_000
+MOST_EVENTS = 100_000
 
 
 def dies(mutant: Mutant) -> bool:
