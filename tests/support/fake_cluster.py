@@ -14,6 +14,7 @@ from moorage import rpc
 from moorage.config import CoordinatorConfig, EtcdConfig
 from moorage.coordinator.daemon import Coordinator
 from moorage.coordinator.machine import Policies
+from moorage.errors import Unavailable
 from moorage.records import Keys
 from moorage.store import Store
 from moorage.trust import TlsFiles, create_authority, issue
@@ -138,7 +139,7 @@ class FakeCluster:
             while True:
                 for name in list(self.coordinators):
                     stub = CoordinatorAsyncStub(self.coordinators[name][2])
-                    with contextlib.suppress(rpc.Unavailable, KeyError):
+                    with contextlib.suppress(Unavailable, KeyError):
                         return await rpc.unary(getattr(stub, method), request, what="coordinator", timeout=WAIT)
                 await asyncio.sleep(0.05)
 
@@ -170,7 +171,7 @@ class FakeCluster:
 
         async def seen() -> bool:
             reply = await self.call("ListNodes", pb.ListNodesRequest())
-            return sum(node.live for node in reply.nodes) == count
+            return [node.live for node in reply.nodes].count(True) == count
 
         await self.poll(seen)
 

@@ -36,7 +36,7 @@ class Servicer:
         self.drained: list[pb.DrainInfo] = []  # what a watch of it tells, one after another
         self.files: list[worker_pb2.FilePart] = []
         self.requests: list[tuple[str, Any]] = []
-        self.answers: dict[str, Any] = {}
+        self.answers: dict[str, pb.Job] = {}
         self.fails: dict[str, list[MoorageError | OSError]] = {}
         self.attempt = pb.Attempt(phase="committed", checkpoint="c-1", pause_seconds=0.5)
         self.break_streams_after = 0

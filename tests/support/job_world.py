@@ -7,6 +7,7 @@ whether two incarnations run at once, and whether a committed checkpoint holds w
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from moorage.coordinator.machine import JobPolicy, JobState, Machine, new_job, resume, validate
 from moorage.coordinator.machine import events as ev
@@ -26,7 +27,7 @@ class Crash(Exception):
 class World(Hands):
     """``choose(n)`` returns a number below n; every decision of the world is one call of it."""
 
-    def __init__(self, choose: Callable[[int], int], *, pods: int = 2, nodes: int = 3, **policy: object) -> None:
+    def __init__(self, choose: Callable[[int], int], *, pods: int = 2, nodes: int = 3, **policy: Any) -> None:
         self.choose = choose
         self.pods_of_job = pods
         self.now = 1000.0
@@ -43,7 +44,7 @@ class World(Hands):
             owner="ann",
             pods=pods,
             policy=JobPolicy(**policy),
-            now=self.now,  # type: ignore[arg-type]
+            now=self.now,
         )
         self.machine = Machine(state)
         self.etcd.state = encode(state)

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from moorage.coordinator.client import Job, JobInfo
 from tests.programs.pingpong import expected_digest
@@ -19,7 +20,7 @@ PROGRAM = Path(__file__).resolve().parent.parent / "programs" / "pingpong.py"
 class PingPong:
     """A running job of ``pods`` ranks that talk over TCP, with a witness file outside of what is checkpointed."""
 
-    def __init__(self, cluster: DevCluster, *, pods: int = 2, steps: int = 400, delay: float = 0.02, **options: object):
+    def __init__(self, cluster: DevCluster, *, pods: int = 2, steps: int = 400, delay: float = 0.02, **options: Any):
         self.cluster = cluster
         self.pods, self.steps = pods, steps
         self.folder = Path(tempfile.mkdtemp(prefix="job-", dir=cluster.folder))

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -318,7 +318,7 @@ class Orders:
                     return status
         raise NotFound(f"pod {pod} of {job} is not there")
 
-    async def watch(self) -> AsyncIterator[types_pb2.PodStatus]:
+    async def watch(self) -> AsyncGenerator[types_pb2.PodStatus, None]:
         call = self.stub.WatchPods(worker_pb2.WatchPodsRequest(epoch=self.epoch))
         try:
             async for status in call:
@@ -346,12 +346,12 @@ class Orders:
 
     async def until_output(self, job: str, wanted: Callable[[str], bool], pod: int = 0) -> str:
         """Follow the pod's output until ``wanted`` is true of all of it."""
-        text = ""
-        call = self._log_call(job, pod, follow=True, offset=0, rank=-1)
+        text: str = ""
+        call: Any = self._log_call(job, pod, follow=True, offset=0, rank=-1)
         try:
             async with asyncio.timeout(WAIT_SECONDS):
                 async for chunk in call:
-                    text += chunk.data.decode()
+                    text += str(chunk.data.decode())
                     if wanted(text):
                         return text
         finally:
@@ -400,7 +400,7 @@ class Orders:
         """Wait until all pods have voted."""
         async with (
             asyncio.timeout(WAIT_SECONDS),
-            contextlib.aclosing(self.attempts(job).watch_votes(attempt, step)) as changes,  # type: ignore[type-var]
+            contextlib.aclosing(self.attempts(job).watch_votes(attempt, step)) as changes,
         ):
             async for votes in changes:
                 if len(votes) == self.specs[job].pods:

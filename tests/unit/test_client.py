@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -194,7 +194,7 @@ def test_a_command_beside_a_rank_gets_its_input_and_gives_its_exit_code(
     coordinator.state.add("j")
     heard: list[tuple[bytes, bool]] = []
 
-    async def typed():  # type: ignore[no-untyped-def]
+    async def typed() -> AsyncIterator[bytes]:
         yield b"typed"
 
     code = client.job("j").exec(["cat", "-"], stdin=typed(), output=lambda data, err: heard.append((data, err)))

@@ -133,7 +133,8 @@ def test_an_attempt_that_is_over_stays_over() -> None:
     assert rig.obey("cut", round=1) is None
     assert rig.call()[1]
     rig.obey("cut", attempt=2, round=1)
-    for phase, round in itertools.product(("open", "cut", "drain"), range(1, 9)):
+    phases: tuple[Phase, ...] = ("open", "cut", "drain")
+    for phase, round in itertools.product(phases, range(1, 9)):
         assert rig.obey(phase, attempt=1, round=round) is None
     assert rig.gate.phase == "cut"
 
@@ -147,7 +148,8 @@ def test_any_mixture_of_late_doubled_and_lost_orders_is_like_the_newest_alone() 
         orders = [Order(1, n + 2, rng.choice(("cut", "drain")), (ticket,)) for n, ticket in enumerate(tickets)]
         arrivals = [order for order in orders for _ in range(rng.choice((0, 1, 1, 2)))]
         rng.shuffle(arrivals)
-        newest, expected = 0, []
+        newest = 0
+        expected: list[int] = []
         for order in arrivals:
             if order.round > newest:
                 newest = order.round

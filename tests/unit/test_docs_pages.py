@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_pages_made_from_the_code_are_current() -> None:
-    command = [sys.executable, ROOT / "tools/docs.py", "--check"]
+    command = [sys.executable, str(ROOT / "tools/docs.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -82,8 +82,8 @@ def test_a_class_for_a_function_that_the_header_lacks_is_an_error(tmp_path: Path
     (tmp_path / "cuda.h").write_text(f"typedef int CUresult;\n{DECLARED}")
     (tmp_path / "cudaTypedefs.h").write_text("")
     (tmp_path / "classes.txt").write_text("wait? cuNotThere\nhook cuGone\n")
-    command = [sys.executable, ROOT / "generate.py", "--header", tmp_path / "cuda.h", "--compiler", "c++"]
-    command += ["--classes", tmp_path / "classes.txt", "--out", tmp_path / "out"]
+    command = [sys.executable, f"{ROOT}/generate.py", "--header", f"{tmp_path}/cuda.h", "--compiler", "c++"]
+    command += ["--classes", f"{tmp_path}/classes.txt", "--out", f"{tmp_path}/out"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "classes, line 2: the header has no function cuGone" in done.stderr

@@ -207,7 +207,7 @@ def test_a_lost_node_takes_the_job_back_to_its_checkpoint_elsewhere() -> None:
     job.place("b", "c")
     assert [(t.pod, t.node) for t in job.order(ins.Fence).targets] == [(0, "a"), (1, "b")]
     job.done(ins.Fence, ins.Load)
-    assert job.state.bringup.step == "releasing"  # type: ignore[union-attr]
+    assert job.state.bringup.step == "releasing"
     job.done(ins.Release)
     assert (job.state.phase, job.state.restarts, job.state.incarnation) == ("running", 1, 2)
     assert {"node.lost", "restore.started", "restore.fenced", "restore.done"} <= set(job.said)

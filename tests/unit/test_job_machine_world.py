@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.job_world import World
 
-_POLICIES: list[dict[str, object]] = [
+_POLICIES: list[dict[str, Any]] = [
     {},
     {"checkpoint_every_seconds": 5.0},
     {"checkpoint_every_seconds": 5.0, "on_failure": "fail"},
@@ -26,7 +27,7 @@ _POLICIES: list[dict[str, object]] = [
     policy=st.sampled_from(_POLICIES),
 )
 def test_any_short_history_keeps_the_invariants_and_comes_to_rest(
-    choices: list[int], pods: int, policy: dict[str, object]
+    choices: list[int], pods: int, policy: dict[str, Any]
 ) -> None:
     stream = iter(choices)
     world = World(lambda n: next(stream, 0) % n, pods=pods, **policy)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError
+from moorage.runtime import programs
 from moorage.worker.network import rules
 from moorage.worker.network.names import PublishedPort
 
@@ -74,7 +75,7 @@ def test_the_seal_drops_all_but_empty_segments_on_job0_and_everything_on_ext0() 
 def test_what_nft_says_becomes_an_error_that_says_the_way_out(
     said: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules.programs, "find", lambda name: Path("/bin/nft"))
+    monkeypatch.setattr(programs, "find", lambda name: Path("/bin/nft"))
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 1, "", said))
     with pytest.raises(error) as caught:
         rules.apply("add table ip t")

@@ -88,7 +88,7 @@ def test_names_have_the_prefix_and_base_units_and_no_label_that_grows() -> None:
         ("restore.done", {"seconds": 3}),
         ("node.lost", {}),
     ):
-        metrics.told(Say(kind=kind, sentence="", data=dict(data)))  # type: ignore[arg-type]
+        metrics.told(Say(kind=kind, sentence="", data=dict(data)))
     metrics.told(Say(kind="job.finished", sentence="", start="finishing", finish="finished"))
     allowed = {"outcome", "kind", "phase", "state", "method", "code", "component", "version", "le"}
     values = {}
@@ -108,7 +108,7 @@ def test_names_have_the_prefix_and_base_units_and_no_label_that_grows() -> None:
 
 def test_another_than_a_loopback_address_wants_a_certificate(tmp_path: Path, pulse: Pulse) -> None:
     trust.create_authority(tmp_path / "authority", "test")
-    tls = trust.issue(tmp_path / "authority", tmp_path / "tls", "coordinator", addresses=["127.0.0.1"])
+    tls = trust.issue(tmp_path / "authority", tmp_path / "tls", "coordinator", addresses=("127.0.0.1",))
     server = http._Server(("127.0.0.1", 0), lambda path, accept: (200, "text/plain", b""), tls or NO_TLS)
     try:
         context = server._fresh(TlsFiles.in_folder(tmp_path / "tls"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "native" / "intercept"))
 
-from header import Function, functions, preprocess, untyped, versions
+from header import Function, functions, preprocess, untyped, versions  # type: ignore[import-not-found]  # beside it
 
 AGE = 13000  # the CUDA version of the fake driver: what came later it does not have
 
