@@ -125,7 +125,7 @@ def test_no_call_without_a_certificate_of_the_cluster_gets_past_the_handshake(
                 grpc.secure_channel(endpoint, credentials, options) if credentials else grpc.insecure_channel(endpoint)
             )
             with channel, pytest.raises(grpc.RpcError) as refused:
-                channel.unary_unary(f"/{COORDINATOR}/Status")(b"", timeout=5)
+                channel.unary_unary(f"/{COORDINATOR}/Status", None, None)(b"", timeout=5)
             assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
         service = COORDINATOR if endpoint == cluster.config.coordinator else WORKER
         for tls in (foreign, TlsFiles.in_folder(mixed)):
@@ -230,7 +230,7 @@ def test_another_user_of_the_machine_can_open_neither_file_nor_socket(cluster: D
     sockets = [path for path in files if path.is_socket()] + [cluster.record.control, path_of(cluster.name, "node-1")]
     for path in sockets:
         with socket.socket(socket.AF_UNIX) as probe:
-            assert "PermissionError" in as_user(bob, lambda p=path, s=probe: s.connect(str(p)))
+            assert "PermissionError" in as_user(bob, lambda p=path, s=probe: s.connect(str(p)))  # type: ignore[misc]
     # The way alone is not what keeps them out: the files themselves are root's, and nobody else's to read.
     own = [path for path in (state / "store").rglob("*") if path.is_file()]
     assert {oct(path.stat().st_mode & 0o077) for path in own} == {"0o0"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -133,7 +134,7 @@ def test_needs_are_told_to_exactly_those_who_are_behind() -> None:
         if not isinstance(decision, Wait | Admit):
             continue
         counts = {lane: count for s in snapshots.values() for lane, count in s.admitted.items()}
-        told = {}
+        told: dict[Any, Any] = {}
         for rank, lane in LANES:
             ranks = GROUPS[lane.communicator]
             others = (
