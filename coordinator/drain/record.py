@@ -44,6 +44,7 @@ class MoveRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: MoveState = "waiting"
     reason: str = ""
     choices: tuple[str, ...] = ()
+    unplaced: bool = False  # it was to move and found no place: it is parked
     tries: int = 0
     began: float = 0.0
     seconds: float = 0.0

@@ -70,6 +70,8 @@ def _end(drain: Drain) -> tuple[DrainPhase, str]:
         return "cancelled", f"it was called off before {names} moved"
     if stay := [move.name for move in moves if move.state in ("failed", "left")]:
         return "incomplete", f"{', '.join(sorted(stay))} could not be moved"
+    if parked := [move.name for move in moves if move.unplaced]:
+        return "incomplete", f"{', '.join(sorted(parked))} found no place and had to be parked"
     return "done", ""
 
 
@@ -156,6 +158,7 @@ async def _carry(leader: Leader, drain: Drain, name: str) -> None:
                     state=verdict.state,
                     reason=verdict.reason or ("" if verdict.state == "moved" else move.reason),
                     choices=verdict.choices,
+                    unplaced=verdict.unplaced,
                     seconds=round(seconds, 3),
                 ),
             )

@@ -23,6 +23,7 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str = ""
     choices: tuple[str, ...] = ()
     ask: bool = False
+    unplaced: bool = False  # it is parked because no node took it
 
 
 def request_id(drain: str, move: MoveRecord) -> str:
@@ -35,7 +36,7 @@ def judge(drain: str, move: MoveRecord, state: JobState | None, leaving: Collect
     if state is None or state.over:
         return Verdict("ended", state.reason if state else "it is gone")
     if state.phase == "parked":
-        return Verdict("parked", state.why_parked, (f"moorage restore {state.name}",))
+        return Verdict("parked", state.why_parked, (f"moorage restore {state.name}",), unplaced=bool(state.error_kind))
     works = state.phase in ("running", "checkpointing") and state.trouble is None
     if works and not any(seat.node in leaving for seat in state.seats):
         return Verdict("moved")

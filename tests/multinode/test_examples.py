@@ -15,8 +15,8 @@ import pytest
 from tests.support.cluster import DevCluster
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Examples that need more than an embedded cluster, and the test that runs them.
-ELSEWHERE = {"node_loss": "tests/multinode/test_training.py and `make demo`"}
+#: Those that run on an embedded cluster; the others have tests of their own (node_loss: test_training.py, `make demo`).
+EMBEDDED = ["fleet_drain", "python_api", "serving", "torchrun"]
 
 
 def lines(readme: Path) -> list[list[str]]:
@@ -25,27 +25,20 @@ def lines(readme: Path) -> list[list[str]]:
     return [line for line in found if line[:2] != ["moorage", "dev"]]
 
 
-def embedded() -> list[str]:
-    """The examples of this file: those whose README starts an embedded cluster."""
-    readmes = sorted(ROOT.glob("examples/*/README.md"))
-    return [path.parent.name for path in readmes if re.search(r"^\$ moorage dev up", path.read_text(), re.MULTILINE)]
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
     with DevCluster(nodes=4, lease_seconds=4) as made:
         yield made
 
 
-def test_every_example_has_a_readme_whose_line_is_run_somewhere() -> None:
-    assert {"fleet_drain", "python_api", "serving", "torchrun"} <= set(embedded())
-    for name in embedded():
+def test_every_example_has_a_line_to_run_in_its_readme() -> None:
+    for name in [*EMBEDDED, "node_loss"]:
         assert lines(ROOT / "examples" / name / "README.md"), name
 
 
 @pytest.mark.root
 @pytest.mark.torch
-@pytest.mark.parametrize("name", embedded())
+@pytest.mark.parametrize("name", EMBEDDED)
 def test_an_example_ends_right_from_its_readme_line(cluster: DevCluster, name: str) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for line in lines(ROOT / "examples" / name / "README.md"):

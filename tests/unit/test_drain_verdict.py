@@ -49,6 +49,11 @@ def test_where_it_ends(found: JobState | None, verdict: str | None) -> None:
     assert judge("d", MOVE, found, {"a"}).state == verdict
 
 
+def test_a_job_that_found_no_place_is_told_from_one_that_somebody_parked() -> None:
+    assert judge("d", MOVE, state("parked", why_parked="no room", error_kind="NoCapacity"), {"a"}).unplaced
+    assert not judge("d", MOVE, state("parked", why_parked="asked for"), {"a"}).unplaced
+
+
 def test_what_cannot_be_saved_is_named_with_its_cures_and_not_tried_again() -> None:
     finding = Finding("process 7", "it is traced", "detach the debugger")
     found = judge("d", MOVE, aborted("Refused", reason="process 7 is traced", refusals=(finding,)), {"a"})
