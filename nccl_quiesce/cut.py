@@ -76,7 +76,7 @@ class Cut:
       reports to the last one are in; so reports taken at different instants are as good as one instant.
     * Needs only grow, so those of an order are never too high.
     * Economy: rule 1 never lets a rank past what some other rank was let in to, but for the rest of a group or graph.
-    * One at a time: a slide is one call.
+    * One at a time: a slide is one call, unless all of its calls wait whole.
     * Progress of time: at or after the deadline the decision is `Accept` or `Abort`.
     """
 
@@ -107,7 +107,7 @@ class Cut:
         needs, push = self.needs(picture), self.pushing(memory, now)
         orders, slide = self.finishing(memory, picture) if memory.draining else {}, False
         if not orders and (held := self.slid(memory, picture, now)) is not None:
-            orders, slide = {held[0]: (held[1],)}, True
+            orders, slide = self.slides(memory, picture, held), True
         if not orders:
             return memory, Wait(needs, push)
         return msgspec.structs.replace(
@@ -166,6 +166,19 @@ class Cut:
             pool = {(rank, call.ticket) for rank, s in picture.snapshots.items() for call in s.held if not call.submits}
         hinted = {held for held in pool if held[0] in self._pointed_to(picture)} if memory.slides % 2 == 0 else set()
         return min(hinted or pool, key=lambda held: (memory.waiting[held], self._lot(memory, held)), default=None)
+
+    def slides(self, memory: Memory, picture: Picture, held: Held) -> Orders:
+        """With a call that waits whole goes one of every other rank that is behind and has one.
+
+        They do not harm each other, and ranks of different groups need not wait for each other's slides. In a process
+        whose threads take turns (forward here, backward there) rule 2 often knows of none.
+        """
+        orders: Orders = {}
+        whole = set() if memory.draining else self.eligible(picture)
+        for rank, ticket in sorted(whole) if held in whole else ():
+            if rank in picture.behind:
+                orders.setdefault(rank, (ticket,))
+        return orders | {held[0]: (held[1],)}
 
     def eligible(self, picture: Picture) -> set[Held]:
         """Which calls slide first: those that make nobody wait for a rank that is elsewhere."""
