@@ -23,7 +23,7 @@ NATIVE_TESTS := $(shell find tests/native -type f 2>/dev/null)
 
 .PHONY: help
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: $(STAMPS)/installed runtime ## all that moorage needs to run here: packages, .venv, CRIU, runc, etcd
@@ -36,6 +36,11 @@ test: lint proto-check native-test setup $(STAMPS)/torch ## all checks and tests
 demo: setup $(STAMPS)/torch ## a training job loses a node and goes on bit for bit (build/demo-report.json)
 	mkdir -p build
 	$(PY) examples/node_loss/demo.py
+
+.PHONY: demo-s3
+demo-s3: setup $(STAMPS)/torch ## the same, with the store encrypted on an S3 server and all local copies deleted
+	mkdir -p build
+	$(PY) examples/node_loss/demo.py --s3
 
 BENCHES := $(filter-out __init__ report,$(basename $(notdir $(wildcard bench/*.py))))
 

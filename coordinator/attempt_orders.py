@@ -208,6 +208,17 @@ async def write_manifest(leader: Leader, job: Job, order: WriteManifest) -> None
         spec=job.spec.SerializeToString(deterministic=True),
         trace=attempt.trace,
     )
+    if state.policy.durability == "local" and attempt.kind == "resume" and leader.remote_store:
+        # It counts as it is; `uploads` writes the manifest when all pods are in the store.
+        waiting = ev.Waiting(
+            pods=tuple(manifest.pods),
+            nodes=tuple(seat.node for seat in state.seats),
+            spec=manifest.spec,
+            started=attempt.started,
+        )
+        name, generation = leader.store.name_of(manifest), await leader.read_generation()
+        job.post(ev.Written(time=time.time(), of=order, manifest=name, generation=generation, waiting=waiting))
+        return
     try:
         name = await asyncio.to_thread(leader.store.write_global_manifest, manifest)
         generation = await leader.read_generation()

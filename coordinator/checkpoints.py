@@ -13,9 +13,11 @@ import structlog
 
 from moorage import failpoints
 from moorage.barrier import cmp, op
+from moorage.coordinator import uploads
+from moorage.coordinator.bell import Bell
 from moorage.coordinator.machine.state import job_of
 from moorage.coordinator.persist import compare_generation
-from moorage.errors import Conflict, CorruptData, MoorageError, NotFound
+from moorage.errors import Conflict, CorruptData, MoorageError, NotFound, Unavailable
 from moorage.records import CheckpointRecord
 from moorage.store import CheckResult, GlobalManifest, PodManifest, PruneResult, Store, forget
 
@@ -37,6 +39,7 @@ failpoints.declare(
 PRUNE_EVERY = 900.0
 #: What was written so recently is left alone by a prune, in seconds.
 PROTECT = 600.0
+_LOOK_SECONDS = 5.0
 
 
 class Part(NamedTuple):
@@ -88,6 +91,7 @@ class Checkpoints:
         self._pruning = asyncio.Lock()
         self._forgotten = 0  # since the last prune
         self._releasing: set[asyncio.Task[None]] = set()
+        self.committed = Bell()
 
     async def of_job(self, job: str) -> list[CheckpointRecord]:
         """Oldest first. Raises `Unavailable`."""
@@ -110,6 +114,8 @@ class Checkpoints:
     async def pod_manifests(self, checkpoint: str) -> list[str]:
         """Names of its pods' manifests in the store, pod 0 first. Raises `NotFound`, `CorruptData`, `Unavailable`."""
         record = await self.get(checkpoint)
+        if record.pods:
+            return record.pods
         manifest = await asyncio.to_thread(self._leader.store.read_global_manifest, record.manifest)
         return manifest.pods
 
@@ -121,6 +127,9 @@ class Checkpoints:
         `Unavailable`.
         """
         record = await self.get(checkpoint)
+        if record.pods:
+            yield record.pods  # what has no global manifest yet is kept from prune by name
+            return
         holding = self._leader.store.protect(record.manifest, label=f"restore of {checkpoint}")
         taken = asyncio.ensure_future(asyncio.to_thread(holding.__enter__))
         try:
@@ -134,6 +143,8 @@ class Checkpoints:
     async def sound(self, checkpoint: str) -> None:
         """Raises `CorruptData` if something that the checkpoint needs is not in the store; no data is read."""
         record = await self.get(checkpoint)
+        if record.pods:
+            return  # not in the store yet: the nodes have it
         result = await asyncio.to_thread(self._leader.store.check, record.manifest, read_data=False)
         if result.problems:
             raise CorruptData(
@@ -141,9 +152,31 @@ class Checkpoints:
                 f"restore another one: moorage checkpoints {record.job}",
             )
 
+    async def in_store(self, checkpoint: str) -> CheckpointRecord:
+        """The record of a checkpoint of which all is in the store. Raises `NotFound`, `Unavailable`."""
+        record = await self.get(checkpoint)
+        if record.pods:
+            nodes = ", ".join(sorted(set(record.nodes)))
+            raise Unavailable(
+                f"checkpoint {checkpoint} is not in the store yet: it is being uploaded from {nodes}",
+                f"moorage show {checkpoint} says how far it is",
+            )
+        return record
+
+    async def uploaded(self, record: CheckpointRecord) -> tuple[int, int]:
+        """How many pods of a checkpoint that waits are in the store, and how many are not; 0 and 0 for others."""
+        if not record.pods:
+            return 0, 0
+        looking = asyncio.to_thread(uploads.missing, self._leader.store, record)
+        try:
+            absent = len(await asyncio.wait_for(looking, _LOOK_SECONDS))
+        except (TimeoutError, MoorageError):
+            absent = len(record.pods)  # the store does not say
+        return len(record.pods) - absent, absent
+
     async def read(self, checkpoint: str) -> tuple[CheckpointRecord, GlobalManifest, list[PodManifest]]:
         """The record and all manifests. Raises `NotFound`, `CorruptData`, `Unavailable`."""
-        record = await self.get(checkpoint)
+        record = await self.in_store(checkpoint)
         store = self._leader.store
 
         def manifests() -> tuple[GlobalManifest, list[PodManifest]]:
@@ -177,7 +210,7 @@ class Checkpoints:
 
     async def check(self, checkpoint: str, *, read_data: bool) -> AsyncIterator[tuple[int, int] | CheckResult]:
         """Verify it: progress ``(bytes done, bytes in all)``, at last the result. Raises `NotFound`, `Unavailable`."""
-        record = await self.get(checkpoint)
+        record = await self.in_store(checkpoint)
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
 
@@ -259,7 +292,8 @@ class Checkpoints:
                 generation = await self._raise_generation(generation)
             # Read after the generation was raised: whatever is committed later compares the new one and is confirmed.
             kept = await self.all()
-            names = {record.manifest for record in kept}
+            # What is still being uploaded has no manifest to keep yet; the uploads' leases protect it.
+            names = {record.manifest for record in kept if not record.pods}
             forgotten = self._forgotten
             result = await asyncio.to_thread(
                 self._leader.store.prune,
@@ -268,6 +302,7 @@ class Checkpoints:
                 protect_after=time.time() - PROTECT,
                 dry_run=dry_run,
                 condemned=condemned,
+                keep_pods={pod for record in kept for pod in record.pods},
             )
             if not dry_run:
                 self._forgotten -= forgotten

@@ -14,7 +14,7 @@ from moorage.barrier.client import EtcdClient
 from moorage.barrier.crl import Publisher
 from moorage.barrier.election import Leadership
 from moorage.config import CoordinatorConfig
-from moorage.coordinator import attempt_orders, fit, orders, planner, watch_pods
+from moorage.coordinator import attempt_orders, fit, orders, planner, uploads, watch_pods
 from moorage.coordinator.audit import Audit
 from moorage.coordinator.capacity import NOTHING, Need, need_of
 from moorage.coordinator.checkpoints import Checkpoints
@@ -74,6 +74,11 @@ class Leader:
         self.crl = Publisher(etcd, self.keys, config.authority)
 
     @property
+    def remote_store(self) -> bool:
+        """Whether the store lies in a bucket, and the nodes have copies."""
+        return self.config.store.startswith("s3://")
+
+    @property
     def epoch(self) -> int:
         return self.leadership.epoch
 
@@ -94,6 +99,7 @@ class Leader:
             self.spawn(self.checkpoints.housekeeping(), "housekeeping")
             self.spawn(self.audit.run(), "audit")
             self.spawn(self.crl.run(), "revocations")
+            self.spawn(uploads.complete(self), "uploads")
             self.loaded.set()
             log.info("leading", epoch=self.epoch, jobs=len(self.jobs), nodes=sorted(self.nodes.live))
             await self._until_lost(self._over.wait())
@@ -331,6 +337,7 @@ class Leader:
 
     def committed(self, job: Job) -> None:
         """A checkpoint of the job was committed: see what is to be forgotten."""
+        self.checkpoints.committed.ring()
         self.spawn(self.checkpoints.after_commit(job), f"retention of {job.id}")
 
     # -- looking up

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from moorage.barrier import clock
-from moorage.coordinator import counters, fit
+from moorage.coordinator import counters, fit, uploads
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.instructions import Alarm, Fence, Finish, Kill, Load, Order, Place, Release
 from moorage.coordinator.machine.state import Seat, Target
@@ -205,6 +205,8 @@ async def _load(leader: Leader, job: Job, order: Load) -> ev.Event:
     async with contextlib.AsyncExitStack() as stack:
         try:
             manifests = await stack.enter_async_context(leader.checkpoints.protected(order.checkpoint))
+            if lost := await _out_of_reach(leader, job, order):
+                return lost
         except (Unavailable, OSError):
             raise
         except MoorageError as error:
@@ -238,6 +240,23 @@ def _restarted(job: Job) -> JobSpec:
     spec.CopyFrom(job.spec)
     spec.rank_env["TORCHELASTIC_RESTART_COUNT"] = str(job.state.restarts)
     return spec
+
+
+async def _out_of_reach(leader: Leader, job: Job, order: Load) -> ev.Failed | None:
+    """What to say when a pod of the checkpoint was never uploaded and its node is not among the job's any more."""
+    record = await leader.checkpoints.get(order.checkpoint)
+    pods = await uploads.unreachable(leader, job, record)
+    if not pods:
+        return None
+    nodes = ", ".join(sorted({record.nodes[pod] for pod in pods}))
+    return ev.Failed(
+        time=time.time(),
+        of=order,
+        message=f"checkpoint {order.checkpoint} was not in the store yet, and what is missing is on {nodes}",
+        hint="bring that node back; --durability remote makes a checkpoint count only when it is in the store",
+        error_kind="NotFound",
+        fallback=await uploads.fallback(leader, record),
+    )
 
 
 async def release(leader: Leader, job: Job, order: Release) -> None:

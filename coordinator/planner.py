@@ -159,7 +159,18 @@ def _spread(wish: Wish, places: list[Place]) -> list[str]:
         chosen.append(node)
         mine[node] += 1
         free[node] -= need
-    return chosen
+    return _kept(chosen, wish.prefer)
+
+
+def _kept(chosen: list[str], prefer: Sequence[str]) -> list[str]:
+    """The same nodes, dealt out so that as many pods as possible stay where they were: their files are there."""
+    left = list(chosen)
+    seats = [""] * len(chosen)
+    for pod, node in enumerate(prefer[: len(chosen)]):
+        if node in left:
+            left.remove(node)
+            seats[pod] = node
+    return [node or left.pop(0) for node in seats]
 
 
 def _no_room(wish: Wish, places: list[Place], free: Mapping[str, Need]) -> NoCapacity:

@@ -269,21 +269,22 @@ class CoordinatorService(FleetService, CoordinatorServicer):
             if request.job
             else await leader.checkpoints.all()
         )
-        return pb.ListCheckpointsReply(checkpoints=[self._info(leader, record) for record in records])
+        return pb.ListCheckpointsReply(checkpoints=[await self._info(leader, record) for record in records])
 
     @staticmethod
-    def _info(leader: Leader, record: Any) -> pb.CheckpointInfo:
+    async def _info(leader: Leader, record: Any) -> pb.CheckpointInfo:
         job = leader.jobs.get(record.job)
         return views.checkpoint_message(
             record,
             name=job.state.name if job else record.job,
             latest=job is not None and job.state.latest == record.checkpoint,
+            uploaded=await leader.checkpoints.uploaded(record),
         )
 
     async def InspectCheckpoint(self, request: pb.CheckpointRef, context: Any) -> pb.InspectReply:
         leader = self._leading()
         record, _, pods = await leader.checkpoints.read(await self._checkpoint(leader, request.checkpoint))
-        return views.inspect_message(self._info(leader, record), await leader.checkpoints.parts(pods), pods)
+        return views.inspect_message(await self._info(leader, record), await leader.checkpoints.parts(pods), pods)
 
     async def CheckCheckpoint(self, request: pb.CheckRequest, context: Any) -> AsyncIterator[pb.CheckProgress]:
         leader = self._leading()
@@ -298,7 +299,7 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         leader = self._leading()
         name = await self._checkpoint(leader, request.checkpoint)
         record = await leader.checkpoints.pin(name, pinned=not request.unpin)
-        return self._info(leader, record)
+        return await self._info(leader, record)
 
     @staticmethod
     async def _checkpoint(leader: Leader, reference: str) -> str:

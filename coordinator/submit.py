@@ -37,6 +37,8 @@ def policy_of(spec: JobSpec) -> JobPolicy:
         value = getattr(policy, name)
         if not 0 <= value < 1e9:
             raise UsageError(f"policy.{name} is {value:g}", "give seconds, not less than 0")
+    if policy.durability not in ("", "local", "remote"):
+        raise UsageError(f"durability {policy.durability!r} does not exist", "local or remote")
     return JobPolicy(
         checkpoint_every_seconds=policy.checkpoint_every_seconds,
         keep_last=policy.keep_last or 3,
@@ -46,6 +48,7 @@ def policy_of(spec: JobSpec) -> JobPolicy:
         attempt_deadline_seconds=policy.attempt_deadline_seconds or 120.0,
         hang_seconds=policy.hang_seconds,
         elastic=policy.elastic,
+        durability="local" if policy.durability == "local" else "remote",
     )
 
 
@@ -110,6 +113,7 @@ async def submit(leader: Leader, request: pb.SubmitRequest, caller: Identity, ow
         if job in leader.jobs:
             job = new_id()
         spec = complete(request.spec, owner, job, as_root=as_root)
+        spec.policy.durability = spec.policy.durability or leader.config.durability
         if (holder := _holder(leader, spec.name)) is not None:
             if request.if_exists in (types_pb2.IF_EXISTS_RESUME, types_pb2.IF_EXISTS_REPLACE):
                 roles.check_owner(caller, roles.ACT, holder.spec.owner, holder.state.name)

@@ -123,8 +123,10 @@ def committed_message(record: CheckpointRecord, pods: int) -> pb.Attempt:
     )
 
 
-def checkpoint_message(record: CheckpointRecord, *, name: str, latest: bool) -> pb.CheckpointInfo:
-    """A committed checkpoint."""
+def checkpoint_message(
+    record: CheckpointRecord, *, name: str, latest: bool, uploaded: tuple[int, int]
+) -> pb.CheckpointInfo:
+    """A committed checkpoint; ``uploaded`` as `Checkpoints.uploaded` says."""
     return pb.CheckpointInfo(
         id=record.checkpoint,
         job=record.job,
@@ -138,6 +140,8 @@ def checkpoint_message(record: CheckpointRecord, *, name: str, latest: bool) -> 
         pinned=record.pinned,
         latest=latest,
         owner=record.owner,
+        pods_uploaded=uploaded[0],
+        pods_waiting=uploaded[1],
     )
 
 

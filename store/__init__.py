@@ -30,6 +30,7 @@ from moorage.store.prune import PruneResult
 from moorage.store.rebuild import Rebuilt
 from moorage.store.retention import forget
 from moorage.store.store import Store
+from moorage.store.tiers import TieredStore, open_for_node
 from moorage.store.writer import Writer, WriteStats
 
 __all__ = [
@@ -44,8 +45,10 @@ __all__ = [
     "PruneResult",
     "Rebuilt",
     "Store",
+    "TieredStore",
     "Usage",
     "WriteStats",
     "Writer",
     "forget",
+    "open_for_node",
 ]

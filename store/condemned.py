@@ -65,7 +65,7 @@ def records(store: Store) -> list[RecordView]:
                 alive = frozenset(msgspec.json.decode(data, type=_Barrier).leases)
         except NotFound:
             continue  # another prune has just finished with it
-        age = now - barrier.modified if barrier else 0.0
+        age = max(0.0, now - barrier.modified) if barrier else 0.0  # clocks that count in seconds may say less
         found.append(RecordView(entry.name, record.generation, frozenset(record.objects), alive, age))
     return found
 

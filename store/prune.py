@@ -77,6 +77,7 @@ class Terms(NamedTuple):
     protect_after: float
     dry_run: bool
     condemned: Collection[str] | None
+    keep_pods: frozenset[str] = frozenset()
 
 
 class Pruner:
@@ -192,6 +193,7 @@ class Pruner:
         """
         recent = [e.name for e in self._backend.list("checkpoints") if e.modified > self._terms.protect_after]
         pods = {e.name: False for e in self._backend.list("pods") if e.modified > self._terms.protect_after}
+        pods.update((f"pods/{name}", False) for name in self._terms.keep_pods)
         manifests = {f"checkpoints/{name}" for name in roots}.union(recent)
         for path in sorted(manifests):
             name = path.removeprefix("checkpoints/")

@@ -164,7 +164,13 @@ class S3Backend:
     def stat(self, name: str) -> Entry | None:
         def attempt() -> Entry | None:
             try:
-                return _entry(self._api.head(self._store, name))
+                try:
+                    return _entry(self._api.head(self._store, name))
+                except self._errors.BaseError as error:
+                    if isinstance(error, FileNotFoundError) or "status code: 4" not in str(error):
+                        raise
+                    # The answer to HEAD has no body that would say why: the one to GET has.
+                    return _entry(self._api.get(self._store, name).meta)
             except FileNotFoundError:
                 return None
 

@@ -43,7 +43,7 @@ class Store:
     """One store, opened. Thread-safe and synchronous: call it through `asyncio.to_thread`."""
 
     def __init__(self, backend: Backend, settings: config.StoreConfig, key: StoreKey, leases: LeaseKeeper) -> None:
-        self._settings = settings
+        self.settings = settings
         self.location = backend.location
         self.nonce = settings.nonce
         self.backend = backend
@@ -80,7 +80,7 @@ class Store:
 
     def anew(self) -> Store:
         """The same store with nothing of its index in memory."""
-        return Store(self.backend, self._settings, self.key, self.leases)
+        return Store(self.backend, self.settings, self.key, self.leases)
 
     def writer(self, *, label: str, threads: int | None = None, nice: int = 5) -> Writer:
         """Begin to write one pod's data; ``label`` names it in leases and errors.
@@ -113,6 +113,14 @@ class Store:
         name = self._put_named("pods", fmt.KIND_POD, manifests.encode(manifest))
         failpoints.hit_sync("store.manifest.pod.after")
         return name
+
+    def name_of(self, manifest: GlobalManifest) -> str:
+        """The name that it would have in this store."""
+        return self.key.object_digest(fmt.KIND_GLOBAL, manifests.encode(manifest)).hex()
+
+    def has_pod_manifest(self, name: str) -> bool:
+        """Whether it is in the store. Raises `Unavailable`."""
+        return self.backend.stat(f"pods/{name}") is not None
 
     def write_global_manifest(self, manifest: GlobalManifest) -> str:
         """Store it; its pod manifests must be there already. Returns its name. Raises `NotFound` if one is not."""
@@ -219,17 +227,19 @@ class Store:
         protect_after: float,
         dry_run: bool = False,
         condemned: Collection[str] | None = None,
+        keep_pods: Collection[str] = (),
     ) -> PruneResult:
         """Delete what no checkpoint in ``keep`` (names of global manifests) needs.
 
         ``generation``: the number to which the caller has raised the prune generation in etcd *before* it read
         ``keep``. ``protect_after``: seconds since the epoch; what was written later is left alone. ``condemned``: what
         `condemned` said before the generation was raised; None: all that a lower generation has condemned, which is
-        right as long as no prune was stopped and goes on. Space is freed in two calls: the first condemns, a later one
+        right as long as no prune was stopped and goes on. ``keep_pods``: pod
+        manifests to keep that no global one names (yet). Space is freed in two calls: the first condemns, a later one
         (with a higher generation) deletes.
         Raises `Fenced` if that or a later generation has pruned already, `NotFound` if a kept manifest is missing.
         """
-        terms = Terms(frozenset(keep), generation, protect_after, dry_run, condemned)
+        terms = Terms(frozenset(keep), generation, protect_after, dry_run, condemned, frozenset(keep_pods))
         return Pruner(self, terms).run()
 
     def rebuild_index(self) -> Rebuilt:

@@ -93,6 +93,7 @@ class Writer:
         self._kinds: dict[str, KindStats] = {}
         self._state = "open"
         self._failed = False
+        self.elsewhere: Callable[[bytes], bool] = lambda name: False  # whether a chunk can be had from another store
 
     def __enter__(self) -> Writer:
         return self
@@ -113,7 +114,10 @@ class Writer:
     def lacking(self, contents: Iterable[Content]) -> int:
         """How many chunks of ``contents``, which were stored before, are neither in the store nor in this writer."""
         chunks = {chunk.name for content in contents for chunk in content.chunks if chunk.name}
-        return sum(name not in self._mine and self._index.locate(name) is None for name in chunks)
+        return sum(self._lacks(name) for name in chunks)
+
+    def _lacks(self, name: bytes) -> bool:
+        return name not in self._mine and self._index.locate(name) is None and not self.elsewhere(name)
 
     @property
     def by_kind(self) -> dict[str, KindStats]:

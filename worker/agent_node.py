@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +51,8 @@ class Node:
     boot: str = field(default_factory=pod_record.boot_id)
     fingerprint: NodeFingerprint = field(default_factory=NodeFingerprint)
     digests: Digests = field(default_factory=Digests)
+    upload: asyncio.Event = field(default_factory=asyncio.Event)  # there may be something to upload
+    closing: threading.Event = field(default_factory=threading.Event)
 
     @property
     def cpus(self) -> int:

@@ -36,10 +36,10 @@ from moorage.observe.watch import Watch
 from moorage.records import Keys, NodeRecord
 from moorage.roles import Attempt
 from moorage.runtime import doctor, programs
-from moorage.store import Store
+from moorage.store import Store, open_for_node
 from moorage.store_settings import KEY_VARIABLE
 from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from moorage.worker import inventory, metrics
+from moorage.worker import inventory, metrics, uploads
 from moorage.worker.agent import Agent
 from moorage.worker.agent_node import Node
 from moorage.worker.agent_session import Registration
@@ -107,7 +107,13 @@ class _Daemon:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        store = await asyncio.to_thread(Store.open, config.store, settings=config.store_settings)
+        store = await asyncio.to_thread(
+            open_for_node,
+            config.store,
+            Path(config.state) / "store",
+            label=config.node,
+            settings=config.store_settings,
+        )
         os.environ.pop(KEY_VARIABLE, None)  # no guard and nobody's rank shall inherit it
         password = config.etcd.password()
         etcd = EtcdClient(config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=password)
@@ -138,6 +144,7 @@ class _Daemon:
         local = LocalSocket(agent)
         stopping = asyncio.create_task(stop.wait())
         looking: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
+        uploading: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
         tasks = [asyncio.create_task(registering, name="registration"), stopping]
         tasks.append(asyncio.create_task(crl.follow(etcd, keys, config.tls), name="revocations"))
@@ -152,6 +159,7 @@ class _Daemon:
                 self._serving = True
                 await local.start()
                 tasks.append(asyncio.create_task(agent.refresh(), name="refresh"))
+                uploading = asyncio.create_task(uploads.follow(agent.node), name="uploads")
                 looking = asyncio.create_task(self._look_at_machine(registration), name="doctor")
                 notify("READY=1")
                 log.info("serving", node=config.node, port=self._port, pods=len(agent.pods))
@@ -163,9 +171,10 @@ class _Daemon:
             await server.stop(_GRACE_SECONDS)
             if await agent.close():
                 await registration.revoke()
-            for task in (*tasks, looking):
+            agent.node.closing.set()
+            for task in (*tasks, looking, uploading):
                 task.cancel()
-            await asyncio.gather(*tasks, looking, return_exceptions=True)
+            await asyncio.gather(*tasks, looking, uploading, return_exceptions=True)
 
     def _trouble(self, registration: Registration) -> str:
         """Why this worker is not ready; empty if it is."""

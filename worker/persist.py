@@ -20,7 +20,7 @@ from moorage import failpoints
 from moorage.errors import AttemptAborted, CorruptData, MoorageError
 from moorage.records import Vote
 from moorage.store import Content, PodManifest, Writer, WriteStats
-from moorage.worker import attempt_layer, pod_fingerprint, pod_gpu, pod_staging
+from moorage.worker import attempt_layer, pod_fingerprint, pod_gpu, pod_staging, uploads
 from moorage.worker.agent_failpoints import step
 from moorage.worker.attempt_capture import IMAGES, INDEX_FILE, JOURNAL
 from moorage.worker.gpu.messages import Answer
@@ -75,6 +75,8 @@ async def _persist(pod: Pod) -> None:
             written = await asyncio.to_thread(_write, pod, staged, device)
         finally:
             await pod_gpu.forget(pod, staged.attempt)
+        await asyncio.to_thread(uploads.stored, pod, staged, written.manifest)
+        pod.node.upload.set()
         vote = msgspec.structs.replace(
             vote,
             finished=staged.finished,

@@ -122,6 +122,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float
     pinned: bool
     latest: bool
+    pods_uploaded: int = 0  # of one that counted before it was in the store: pods that are there by now
+    pods_waiting: int = 0  # and that are not
 
     @classmethod
     def of(cls, message: pb.CheckpointInfo) -> CheckpointInfo:
@@ -138,6 +140,8 @@ class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True):
             pause_seconds=message.pause_seconds,
             pinned=message.pinned,
             latest=message.latest,
+            pods_uploaded=message.pods_uploaded,
+            pods_waiting=message.pods_waiting,
         )
 
 

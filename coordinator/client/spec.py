@@ -96,6 +96,7 @@ def job_spec(
     if_incompatible: str = "fail",
     hang_timeout: float = 0.0,
     attempt_deadline: float = 0.0,
+    durability: str = "",
     master_port: int = 0,
     nodes: Iterable[str] = (),
     labels: Mapping[str, str] | None = None,
@@ -112,6 +113,8 @@ def job_spec(
     """
     if not command:
         raise UsageError("no command is given", "moorage run -- COMMAND...")
+    if durability not in ("", "local", "remote"):
+        raise UsageError(f"--durability {durability!r} does not exist", "local or remote")
     for flag, value, least in (
         ("--pods", pods, 1),
         ("ranks per pod", ranks_per_pod, 1),
@@ -170,6 +173,7 @@ def job_spec(
             hang_seconds=hang_timeout,
             attempt_deadline_seconds=attempt_deadline,
             elastic=elastic,
+            durability=durability,
         ),
     )
 

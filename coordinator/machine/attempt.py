@@ -139,6 +139,11 @@ def written(t: Turn, event: Written) -> None:
         pause_seconds=attempt.pause_seconds,
         trace=attempt.trace,
     )
+    if event.waiting is not None:
+        waiting = event.waiting
+        record = msgspec.structs.replace(
+            record, pods=[*waiting.pods], nodes=[*waiting.nodes], spec=waiting.spec, started=waiting.started
+        )
     t.record(Commit(record, event.generation))
     if attempt.kind == "stop":
         t.record(Conclude(_outcome(attempt, "stop", "committed")))

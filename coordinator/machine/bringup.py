@@ -98,6 +98,11 @@ def failed(t: Turn, event: Failed) -> None:
     what = "restored" if _current(t).checkpoint else "started"
     where = f"pod {event.pod} could not be {what} on {event.node}: " if event.node else ""
     why = f"{where}{event.message}"
+    if event.fallback:
+        t.set(base=event.fallback)
+        t.say("restore.fallback", f"{event.message}; {event.fallback} takes its place")
+        t.bringup_step("placing", f"{event.fallback} takes the place of another", checkpoint=event.fallback)
+        return
     if event.error_kind in HOPELESS or not event.node:
         give_up(t, why, event.error_kind, event.hint)
     else:

@@ -105,6 +105,7 @@ class Failed(Answer, frozen=True, kw_only=True):
     pod: int = -1
     node: str = ""
     refusals: tuple[Finding, ...] = ()
+    fallback: str = ""  # an earlier checkpoint that can be had, where this one cannot
 
 
 class Placed(Answer, frozen=True, kw_only=True):
@@ -134,12 +135,25 @@ class Persisted(Answer, frozen=True, kw_only=True):
     pause_seconds: float
 
 
+class Waiting(msgspec.Struct, frozen=True, kw_only=True):
+    """What has to be known of a checkpoint that counts before it is in the store; see `CheckpointRecord`."""
+
+    pods: tuple[str, ...]
+    nodes: tuple[str, ...]
+    spec: bytes
+    started: float
+
+
 class Written(Answer, frozen=True, kw_only=True):
-    """The global manifest is in the store; ``generation`` is what the attempt's start says."""
+    """The global manifest is in the store; ``generation`` is what the attempt's start says.
+
+    ``waiting``: it is not there yet, and the checkpoint counts all the same (durability local).
+    """
 
     of: WriteManifest
     manifest: str
     generation: int
+    waiting: Waiting | None = None
 
 
 class Closed(Answer, frozen=True, kw_only=True):

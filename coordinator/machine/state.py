@@ -181,6 +181,7 @@ class JobPolicy(msgspec.Struct, frozen=True, kw_only=True):
     attempt_deadline_seconds: float = 120.0
     hang_seconds: float = 0.0
     elastic: bool = False  # with no checkpoint that helps, a restart begins from nothing
+    durability: Literal["local", "remote"] = "remote"
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,11 +4,15 @@ Starts an embedded cluster of three hosts, runs `train.py` through ``moorage tor
 seconds, destroys one host (all its processes killed, its namespace and state folder deleted), and waits. Then it
 compares every step's loss and the final weights with an uninterrupted run under plain torchrun, and writes
 ``build/demo-report.json``. Run it as root: ``make demo``.
+
+With ``--s3`` (``make demo-s3``) the store lies encrypted on an S3 server, and what the other hosts keep of it is
+deleted when the host is destroyed: all that is restored comes from the bucket.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import bucket as s3
 import report
 
 from moorage import Client
@@ -31,7 +36,6 @@ from moorage.errors import MoorageError
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TRAIN = HERE / "train.py"
-NAME = "demo"
 RANKS = 2
 
 
@@ -64,13 +68,16 @@ def run_reference(folder: Path, epochs: int) -> None:
         )
 
 
-def start_job(config: Path, folder: Path, trail: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+def start_job(
+    config: Path, folder: Path, trail: Path, options: argparse.Namespace, marker: str
+) -> subprocess.Popen[bytes]:
     """``moorage torchrun … train.py``, attached: it streams the ranks' output and ends with the job's exit code."""
     return subprocess.Popen(
         [
             *(sys.executable, "-P", "-m", "moorage.cli.main", "--config", str(config)),
             *("torchrun", f"--nnodes={RANKS}", "--nproc-per-node=1", "--name", "digits"),
             *("--checkpoint-every", f"{options.every}s", "--mount", f"{trail}:{trail}", "--env", "OMP_NUM_THREADS=1"),
+            *(("--env", f"DEMO_MARKER={marker}") if marker else ()),
             *(str(TRAIN), "--epochs", str(options.epochs), "--trail", str(trail)),
         ],
         cwd=folder,
@@ -124,7 +131,9 @@ def wait_for_checkpoints(client: Client, job: Job, trail: Path, *, commits: int,
         time.sleep(0.02)
 
 
-def demonstrate(options: argparse.Namespace, build: Path, timeline: Timeline) -> dict[str, Any]:
+def demonstrate(
+    options: argparse.Namespace, build: Path, timeline: Timeline, bucket: s3.Bucket | None
+) -> dict[str, Any]:
     """The story; returns the report."""
     reference, run, trail = (build / "demo" / name for name in ("reference", "run", "trail"))
     shutil.rmtree(build / "demo", ignore_errors=True)
@@ -133,10 +142,15 @@ def demonstrate(options: argparse.Namespace, build: Path, timeline: Timeline) ->
     timeline.add(f"an uninterrupted run of {options.epochs} epochs under plain torchrun, for comparison")
     run_reference(reference, options.epochs)
     timeline.add("done; starting three hosts, etcd and a coordinator")
-    made = cluster.up(nodes=3, name=NAME, default=False, lease_seconds=options.lease, use_rto_max=options.rto_max)
+    remote: dict[str, Any] = {}
+    if bucket:
+        remote = {"store": s3.LOCATION, "store_settings": bucket.settings, "on_network": bucket.on_network}
+    made = cluster.up(
+        nodes=3, name=options.name, default=False, lease_seconds=options.lease, use_rto_max=options.rto_max, **remote
+    )
     config_file = made.folder / "client.toml"
     config = load(config_file, ClientConfig)
-    process = start_job(config_file, run, trail, options)
+    process = start_job(config_file, run, trail, options, bucket.marker if bucket else "")
     try:
         with Client(config=config, patience=60) as client:
             job = find_job(client, process, run.parent / "output.txt")
@@ -145,12 +159,16 @@ def demonstrate(options: argparse.Namespace, build: Path, timeline: Timeline) ->
             victim = job.status().pods[1].node
             destroyed = time.time()
             timeline.add(f"DESTROYING host {victim}: processes killed, namespace and state folder deleted")
-            cluster.destroy(NAME, victim)
+            cluster.destroy(options.name, victim)
+            deleted = s3.delete_local_copies(layout.find(options.name)) if bucket else []
+            if bucket:
+                timeline.add(f"DELETED the copies of the store on {', '.join(deleted)}: only the bucket has it now")
             code = process.wait(timeout=options.timeout)
             job.wait(timeout=60)
             events.join(timeout=10)
             timeline.add(f"moorage torchrun ended with exit code {code}")
-            return report.build(
+            found = {"bucket": bucket.look() | {"local_copies_deleted": deleted}} if bucket else {}
+            return found | report.build(
                 reference,
                 run,
                 trail,
@@ -177,21 +195,30 @@ def main() -> int:
     parser.add_argument("--lease", type=int, default=3, help="seconds of silence after which a host counts as lost")
     parser.add_argument("--no-rto-max", dest="rto_max", action="store_false", help="do without tcp_rto_max_ms")
     parser.add_argument("--timeout", type=float, default=300)
+    parser.add_argument("--name", default="", help="the cluster's name (demo, demo-s3)")
+    parser.add_argument("--s3", action="store_true", help="store on an S3 server, encrypted; local copies deleted")
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     options = parser.parse_args()
     options.build = options.build.resolve()
+    options.name = options.name or ("demo-s3" if options.s3 else "demo")
     timeline = Timeline()
     try:
-        cluster.down(NAME)
-        result = demonstrate(options, options.build, timeline)
+        cluster.down(options.name)
+        with contextlib.ExitStack() as stack:
+            bucket = stack.enter_context(s3.Bucket(options.build / "demo-s3")) if options.s3 else None
+            result = demonstrate(options, options.build, timeline, bucket)
     except MoorageError as error:
         print(f"demo: {error}", file=sys.stderr)
         return error.exit_code
     finally:
-        if NAME in layout.names():
-            cluster.down(NAME)
+        if options.name in layout.names():
+            cluster.down(options.name)
     (options.build / "demo-report.json").write_text(json.dumps(result, indent=2) + "\n")
     print("\n" + report.table(result))
+    if kept := result.get("bucket"):
+        size = f"{kept['objects']} objects, {kept['bytes'] / 2**20:.1f} MiB"
+        print(f"in the bucket                    {size}; the job's memory can be read in {kept['readable']} of them")
+        result["equal"] = result["equal"] and not kept["readable"] and bool(kept["local_copies_deleted"])
     print(f"resumed bit for bit: {'yes' if result['equal'] and result['nonces_survived'] else 'no'}")
     return 0 if result["equal"] and result["nonces_survived"] and result["exit_code"] == 0 else 1
 

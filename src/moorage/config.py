@@ -75,7 +75,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A coordinator's settings. ``advertise`` is the ``host:port`` under which clients and others reach it."""
+    """A coordinator's settings. ``advertise`` is the ``host:port`` under which clients and others reach it.
+
+    ``durability``: when a checkpoint of a job that does not say counts.
+    """
 
     cluster: str
     listen: str
@@ -86,6 +89,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     state: str = DEFAULT_STATE
     metrics: str = ""  # IP:PORT of /metrics, /healthz, /readyz; empty: none. Mutual TLS unless it is a loopback address
     lease_seconds: int = 10
+    durability: Literal["local", "remote"] = "remote"
     store_settings: StoreSettings = StoreSettings()
     authority: str = ""  # folder of the cluster's authority: with it, machines can join by token
     node_store: str = ""  # the store's location on a node that joins; empty: the same as `store`

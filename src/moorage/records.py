@@ -250,6 +250,12 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     pause_seconds: float
     pinned: bool = False
     trace: str = ""
+    # Only until all of it is in the store, where it counted before that (durability local): names of the pods'
+    # manifests, and the node that has each. The global manifest is written when every pod has been uploaded.
+    pods: list[str] = []
+    nodes: list[str] = []
+    spec: bytes = b""
+    started: float = 0.0  # of the attempt; the global manifest has it
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,16 +9,17 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from moorage import Client
 from moorage.config import ClientConfig, load
 from moorage.dev import cluster as dev
 from moorage.dev import control, layout
 from moorage.dev.supervisor import Running
+from moorage.store_settings import StoreSettings
 from tests.support import leftovers
 
 _numbers = itertools.count(1)
@@ -42,6 +43,11 @@ class DevCluster:
         environment: Mapping[str, str] | None = None,
         ready_seconds: float = 60.0,
         client_patience: float = 30.0,
+        etcd: int = 1,
+        coordinators: int = 1,
+        store: str = "",
+        store_settings: StoreSettings | None = None,
+        on_network: Callable[[layout.Cluster], None] = lambda cluster: None,
     ) -> None:
         self.name = f"test-{os.getpid()}-{next(_numbers)}"
         # Not pytest's folder: it may lie on a file system that cannot carry an overlay's upper layer.
@@ -49,6 +55,13 @@ class DevCluster:
         self.failpoints = self.folder / "failpoints"
         self.failpoints.mkdir(mode=0o700)
         self._nodes = nodes
+        self._more: dict[str, Any] = {
+            "etcd": etcd,
+            "coordinators": coordinators,
+            "store": store,
+            "store_settings": store_settings,
+            "on_network": on_network,
+        }
         self._lease_seconds = lease_seconds
         self._use_rto_max = use_rto_max
         self._slots = slots
@@ -70,6 +83,7 @@ class DevCluster:
                 default=False,
                 ready_seconds=self._ready_seconds,
                 environment=self._environment,
+                **self._more,
             )
         except BaseException:
             self._print_logs(self.folder / "state-failed-logs")

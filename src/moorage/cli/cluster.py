@@ -91,6 +91,11 @@ def up(
     state: Annotated[Path | None, typer.Option(help="Folder of the cluster.")] = None,
     lease: Annotated[str, typer.Option(help="How long a node may be silent before it counts as lost.")] = "5s",
     slots: Annotated[int, typer.Option(help="Most pods on a node (0: no limit).")] = 0,
+    etcd: Annotated[int, typer.Option("--etcd", help="How many etcd servers.")] = 1,
+    coordinators: Annotated[int, typer.Option("--coordinators", help="How many coordinators; one leads.")] = 1,
+    store: Annotated[str, typer.Option(help="Such as s3://bucket/prefix (default: a folder of its own).")] = "",
+    store_endpoint: Annotated[str, typer.Option(help="URL of the S3 server, reachable from the nodes.")] = "",
+    key_file: Annotated[str, typer.Option(help="Encrypt the store; see `moorage store new-key`.")] = "",
     dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
@@ -98,6 +103,7 @@ def up(
     from moorage.config import ClientConfig, load
     from moorage.coordinator.client import Client
     from moorage.dev import cluster, layout
+    from moorage.store_settings import StoreSettings
 
     form = local_output_format(output)
     length = _lease(lease)
@@ -113,6 +119,10 @@ def up(
             state=state,
             lease_seconds=length,
             slots=slots,
+            etcd=etcd,
+            coordinators=coordinators,
+            store=store,
+            store_settings=StoreSettings(endpoint=store_endpoint, key_file=key_file and str(Path(key_file).absolute())),
             progress=lambda text: update(text, None),
         )
     summary = {

@@ -36,6 +36,7 @@ SPEC_FIELDS = {
     "if_exists": str,
     "hang_timeout": str,
     "attempt_deadline": str,
+    "durability": str,
     "nodes": list,
     "labels": dict,
 }
@@ -101,6 +102,7 @@ def run(
     if_incompatible: Annotated[str | None, typer.Option(help="fail or cold-start.")] = None,
     hang_timeout: Annotated[str | None, typer.Option(help="Silence for so long counts as a failure.")] = None,
     attempt_deadline: Annotated[str | None, typer.Option(help="A longer checkpoint is aborted (2m).")] = None,
+    durability: Annotated[str | None, typer.Option(help="When it counts: remote (in the store) or local.")] = None,
     mount: Annotated[list[str] | None, typer.Option(help="SRC:DST[:ro], live and never saved.")] = None,
     env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE, or NAME to pass it on.")] = None,
     user: Annotated[str | None, typer.Option(help="uid[:gid] or a name.")] = None,
@@ -132,6 +134,7 @@ def run(
         "if_incompatible": if_incompatible,
         "hang_timeout": hang_timeout,
         "attempt_deadline": attempt_deadline,
+        "durability": durability,
         "mounts": mount,
         "user": user,
         "image": image,
@@ -166,6 +169,7 @@ def run(
         if_incompatible=given.get("if_incompatible", "fail"),
         hang_timeout=seconds(given.get("hang_timeout", "0"), "--hang-timeout"),
         attempt_deadline=seconds(given.get("attempt_deadline", "0"), "--attempt-deadline"),
+        durability=given.get("durability", ""),
         nodes=[str(node) for node in given.get("nodes", [])],
         labels={str(key): str(value) for key, value in given.get("labels", {}).items()},
     )

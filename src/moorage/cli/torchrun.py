@@ -99,6 +99,7 @@ def make_spec(launch: Launch, *, gpus: int) -> types_pb2.JobSpec:
         if_incompatible=options["if_incompatible"],
         hang_timeout=seconds(options["hang_timeout"], "--hang-timeout"),
         attempt_deadline=seconds(options["attempt_deadline"], "--attempt-deadline"),
+        durability=options["durability"],
         master_port=launch.master_port,
         nodes=[node for node in options["on"].split(",") if node],
         rank_env=rank_env,

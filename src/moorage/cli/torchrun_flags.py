@@ -66,6 +66,7 @@ _OWN = frozenset(
         "if_incompatible",
         "hang_timeout",
         "attempt_deadline",
+        "durability",
         "mount",
         "env",
         "user",
@@ -206,6 +207,7 @@ def parser() -> argparse.ArgumentParser:
     own("--if-incompatible", default="fail", help="fail or cold-start")
     own("--hang-timeout", default="0", help="no output and no CPU time for so long counts as a failure")
     own("--attempt-deadline", default="0", help="a checkpoint that takes longer is aborted (default 2m)")
+    own("--durability", default="", help="when a checkpoint counts: remote (in the store) or local")
     own("--mount", action="append", default=[], help="SRC:DST[:ro], live and never saved")
     own("--env", action="append", default=[], help="NAME=VALUE")
     own("--user", default="", help="uid[:gid] or name")

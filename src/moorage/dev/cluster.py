@@ -24,6 +24,7 @@ from moorage.dev.processes import Identity, end, end_all, naming
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NotFound, Unavailable, UsageError
 from moorage.localsocket import path_of
 from moorage.runtime import programs
+from moorage.store_settings import StoreSettings
 from moorage.worker.pod_staging import memory_root
 
 Progress = Callable[[str], None]
@@ -50,11 +51,20 @@ def up(
     default: bool = True,
     use_rto_max: bool = True,
     slots: int = 0,
+    etcd: int = 1,
+    coordinators: int = 1,
+    store: str = "",
+    store_settings: StoreSettings | None = None,
+    on_network: Callable[[Cluster], None] = lambda cluster: None,
     ready_seconds: float = READY_SECONDS,
     environment: Mapping[str, str] | None = None,
     progress: Progress = _quiet,
 ) -> Cluster:
     """Start a cluster and wait until it is ready.
+
+    ``etcd`` and ``coordinators``: how many of each. ``store`` and ``store_settings``: as in the daemons' settings
+    (default: a folder of the cluster's own); ``{gateway}`` in an endpoint stands for the machine's address on the
+    cluster's network, and ``on_network`` is called once that stands, before any process of the cluster starts.
 
     ``default``: let `moorage` without further settings use it (the link `DEV_CLIENT_FILE`). ``environment`` is added to
     that of all its processes. ``use_rto_max`` and ``slots`` are those of `WorkerConfig`. Raises `Conflict` if a
@@ -65,12 +75,19 @@ def up(
     layout.check_name(name)
     if not 1 <= nodes <= MOST_NODES:
         raise UsageError(f"a dev cluster has 1 to {MOST_NODES} nodes, not {nodes}")
+    if not (1 <= etcd <= 7 and 1 <= coordinators <= 7):
+        raise UsageError("a dev cluster has 1 to 7 etcd servers and coordinators")
     for program in ("etcd", "runc", "criu", "nft", "ip"):
         programs.find(program)
     with layout.locked(name):
-        cluster = _record(name, state, nodes, lease_seconds, use_rto_max, slots, default)
+        cluster = _record(name, state, nodes, lease_seconds, use_rto_max, slots, default, etcd, coordinators)
+        cluster.store = store
+        settings = store_settings or StoreSettings()
+        endpoint = settings.endpoint.replace("{gateway}", cluster.gateway)
+        cluster.store_settings = msgspec.structs.replace(settings, endpoint=endpoint)
+        cluster.write()
         try:
-            _start(cluster, environment or {}, progress)
+            _start(cluster, environment or {}, progress, on_network)
             asyncio.run(ready.wait_ready(cluster, ready_seconds, progress))
             if default:
                 _link(Path(DEV_CLIENT_FILE), cluster.folder / "client.toml")
@@ -91,6 +108,8 @@ def _record(
     use_rto_max: bool = True,
     slots: int = 0,
     default: bool = True,
+    etcd: int = 1,
+    coordinators: int = 1,
 ) -> Cluster:
     """Choose names, networks and ports, and write the state file."""
     folder = (state or layout.DEFAULT_FOLDER / name).absolute()
@@ -105,14 +124,18 @@ def _record(
             raise Conflict(f"{folder} is not empty", "name an empty or new folder: `dev down` removes it")
         RUN_FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        etcd, peer, coordinator, metrics = network.free_ports(4)
+        ports = network.free_ports(2 * etcd + coordinators + 1)
+        members = list(zip(ports[:etcd], ports[etcd : 2 * etcd], strict=True))
+        rest, metrics = ports[2 * etcd : -1], ports[-1]
         cluster = Cluster(
             name=name,
             state=str(folder),
             subnet=layout.free_subnet([*network.taken_networks(), *_recorded_networks()]),
-            etcd_port=etcd,
-            etcd_peer_port=peer,
-            coordinator_port=coordinator,
+            etcd_port=members[0][0],
+            etcd_peer_port=members[0][1],
+            coordinator_port=rest[0],
+            more_etcd=members[1:],
+            more_coordinators=rest[1:],
             lease_seconds=lease_seconds,
             use_rto_max=use_rto_max,
             slots=slots,
@@ -141,12 +164,15 @@ def _link(link: Path, target: Path) -> None:
     new.rename(link)
 
 
-def _start(cluster: Cluster, environment: Mapping[str, str], progress: Progress) -> None:
+def _start(
+    cluster: Cluster, environment: Mapping[str, str], progress: Progress, on_network: Callable[[Cluster], None]
+) -> None:
     progress(f"cluster {cluster.name}: {len(cluster.nodes)} nodes on {cluster.subnet}, state in {cluster.state}")
     roles.write_files(cluster)
-    _create_store(cluster)
     with layout.locked(layout.MACHINE):
         network.create(cluster)
+    on_network(cluster)
+    _create_store(cluster)
     for node in cluster.nodes:
         network.create_node(cluster, node)
         roles.write_node_files(cluster, node)
@@ -158,7 +184,7 @@ def _start(cluster: Cluster, environment: Mapping[str, str], progress: Progress)
 def _create_store(cluster: Cluster) -> None:
     from moorage.store import Store  # not at import: the command must start fast
 
-    Store.open(roles.store(cluster), create=True)
+    Store.open(roles.store(cluster), create=True, settings=cluster.store_settings)
 
 
 def _start_supervisor(cluster: Cluster, environment: Mapping[str, str]) -> None:

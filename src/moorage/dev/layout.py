@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from moorage.errors import CorruptData, NewerVersion, NotFound, UsageError
+from moorage.store_settings import StoreSettings
 
 VERSION = 1
 RUN_FOLDER = Path("/run/moorage/dev")
@@ -60,6 +61,10 @@ class Cluster(msgspec.Struct, kw_only=True):
     use_rto_max: bool = True
     slots: int = 0  # of each node
     metrics_port: int = 0  # of the coordinator
+    store: str = ""  # empty: a folder of the cluster's own
+    store_settings: StoreSettings = StoreSettings()
+    more_etcd: list[tuple[int, int]] = []  # client's and peers' port of every member but the first
+    more_coordinators: list[int] = []  # ports of all but the first
     nodes: list[Node] = []
     next_number: int = 1
     default: bool = True  # `moorage` without further settings may use it
@@ -87,6 +92,15 @@ class Cluster(msgspec.Struct, kw_only=True):
     def gateway(self) -> str:
         """The machine's own address on the bridge: etcd and the coordinator listen there."""
         return str(ipaddress.ip_network(self.subnet)[1])
+
+    @property
+    def etcd_ports(self) -> list[tuple[int, int]]:
+        """The client's and the peers' port of each member."""
+        return [(self.etcd_port, self.etcd_peer_port), *self.more_etcd]
+
+    @property
+    def coordinator_ports(self) -> list[int]:
+        return [self.coordinator_port, *self.more_coordinators]
 
     @property
     def folder(self) -> Path:

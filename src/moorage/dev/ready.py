@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 
 from moorage import rpc
@@ -21,7 +22,16 @@ _LOG_LINES = 5
 
 async def _state(config: ClientConfig) -> tuple[bool, set[str]]:
     """Whether the coordinator leads, and the nodes that are live."""
-    async with rpc.aio_channel(config.coordinators[0], config.tls) as channel:
+    for coordinator in config.coordinators:
+        with contextlib.suppress(MoorageError):
+            leading, live = await _state_of(coordinator, config)
+            if leading:
+                return True, live
+    return False, set()
+
+
+async def _state_of(coordinator: str, config: ClientConfig) -> tuple[bool, set[str]]:
+    async with rpc.aio_channel(coordinator, config.tls) as channel:
         stub = coordinator_pb2_grpc.CoordinatorAsyncStub(channel)
         request = coordinator_pb2.StatusRequest()
         status = await rpc.unary(stub.Status, request, what="the coordinator", timeout=2.0)

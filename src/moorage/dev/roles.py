@@ -27,7 +27,10 @@ LEADER_LEASE = 10
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: its command line and what is added to the environment. ``name`` is etcd, coordinator or a node's."""
+    """One process: its command line and what is added to the environment.
+
+    ``name`` is etcd, coordinator (etcd-2, coordinator-2 and so on where there are several) or a node's.
+    """
 
     name: str
     argv: list[str]
@@ -64,39 +67,56 @@ def _tls(cluster: Cluster, folder: Path, principal: str, *addresses: str, role: 
 
 
 def _etcd(cluster: Cluster, tls: trust.TlsFiles) -> EtcdConfig:
-    return EtcdConfig(endpoints=[f"{cluster.gateway}:{cluster.etcd_port}"], tls=tls)
+    return EtcdConfig(endpoints=[f"{cluster.gateway}:{client}" for client, _ in cluster.etcd_ports], tls=tls)
+
+
+def _numbered(name: str, count: int) -> list[str]:
+    return [name if number == 1 else f"{name}-{number}" for number in range(1, count + 1)]
+
+
+def etcd_names(cluster: Cluster) -> list[str]:
+    """The etcd members' roles."""
+    return _numbered(ETCD, len(cluster.etcd_ports))
+
+
+def coordinator_names(cluster: Cluster) -> list[str]:
+    """The coordinators' roles."""
+    return _numbered(COORDINATOR, len(cluster.coordinator_ports))
 
 
 def store(cluster: Cluster) -> str:
     """Location of the cluster's store, shared by all its nodes."""
-    return f"file://{cluster.folder / 'store'}"
+    return cluster.store or f"file://{cluster.folder / 'store'}"
 
 
 def write_files(cluster: Cluster) -> None:
     """Write authority, certificates and configuration of etcd, the coordinator and the clients. Idempotent."""
-    for name in ("authority", "etcd", "coordinator", "log", "nodes", "tls"):
+    coordinators = coordinator_names(cluster)
+    for name in ("authority", "etcd", *coordinators, "log", "nodes", "tls"):
         (cluster.folder / name).mkdir(mode=0o700, exist_ok=True)
     if not (authority(cluster) / "ca.pem").exists():
         trust.create_authority(authority(cluster), f"moorage dev {cluster.name}")
     _tls(cluster, etcd_admin(cluster), access.ADMIN, cluster.gateway)
     _tls(cluster, cluster.folder / "etcd" / "tls", "etcd", cluster.gateway, "127.0.0.1")
     tls = _tls(cluster, cluster.folder / "coordinator" / "tls", "coordinator", cluster.gateway)
-    endpoint = f"{cluster.gateway}:{cluster.coordinator_port}"
-    coordinator = CoordinatorConfig(
-        cluster=cluster.name,
-        listen=endpoint,
-        advertise=endpoint,
-        store=store(cluster),
-        tls=tls,
-        etcd=_etcd(cluster, tls),
-        state=str(cluster.folder / "coordinator"),
-        authority=str(authority(cluster)),
-        metrics=f"{cluster.gateway}:{cluster.metrics_port}" if cluster.metrics_port else "",
-        lease_seconds=max(cluster.lease_seconds, LEADER_LEASE),
-    )
-    write_atomically(cluster.folder / "coordinator" / "config.toml", to_toml(coordinator).encode())
+    endpoints = [f"{cluster.gateway}:{port}" for port in cluster.coordinator_ports]
+    for name, endpoint in zip(coordinators, endpoints, strict=True):
+        coordinator = CoordinatorConfig(
+            cluster=cluster.name,
+            listen=endpoint,
+            advertise=endpoint,
+            store=store(cluster),
+            tls=tls,
+            etcd=_etcd(cluster, tls),
+            state=str(cluster.folder / name),
+            authority=str(authority(cluster)),
+            metrics=f"{cluster.gateway}:{cluster.metrics_port}" if cluster.metrics_port and name == COORDINATOR else "",
+            lease_seconds=max(cluster.lease_seconds, LEADER_LEASE),
+            store_settings=cluster.store_settings,
+        )
+        write_atomically(cluster.folder / name / "config.toml", to_toml(coordinator).encode())
     own = _tls(cluster, cluster.folder / "tls" / "client", user(), role="administer")
-    client = ClientConfig(coordinator=endpoint, tls=own, name=user())
+    client = ClientConfig(coordinator=",".join(endpoints), tls=own, name=user())
     write_atomically(cluster.folder / "client.toml", to_toml(client).encode())
 
 
@@ -121,6 +141,7 @@ def write_node_files(cluster: Cluster, node: Node) -> None:
         metrics=f"{node.address}:{WORKER_METRICS_PORT}",
         uplink="eth0",
         runtime=str(programs.prefixes()[0]),
+        store_settings=cluster.store_settings,
     )
     write_atomically(folder / "config.toml", to_toml(worker).encode())
 
@@ -132,22 +153,25 @@ def _daemon(kind: str, config: Path) -> list[str]:
     return [sys.executable, "-P", "-m", "moorage.cli.main", kind, "--config", str(config)]
 
 
-def _etcd_argv(cluster: Cluster) -> list[str]:
+def etcd_argv(cluster: Cluster, name: str) -> list[str]:
+    """The command line of one etcd member."""
     folder = cluster.folder / "etcd"
-    client, peer = (
-        f"https://{host}:{port}"
-        for host, port in ((cluster.gateway, cluster.etcd_port), ("127.0.0.1", cluster.etcd_peer_port))
-    )
+    names = etcd_names(cluster)
+    number = names.index(name)
+    members = [cluster.name, *(f"{cluster.name}-{n}" for n in range(2, len(names) + 1))]
+    peers = [f"https://127.0.0.1:{peer}" for _, peer in cluster.etcd_ports]
+    client, peer = f"https://{cluster.gateway}:{cluster.etcd_ports[number][0]}", peers[number]
+    everybody = ",".join(f"{member}={url}" for member, url in zip(members, peers, strict=True))
     tls = trust.TlsFiles.in_folder(folder / "tls")
     return [
         str(programs.find("etcd")),
-        f"--name={cluster.name}",
-        f"--data-dir={folder / 'data'}",
+        f"--name={members[number]}",
+        f"--data-dir={etcd_data(cluster, name)}",
         f"--listen-client-urls={client}",
         f"--advertise-client-urls={client}",
         f"--listen-peer-urls={peer}",
         f"--initial-advertise-peer-urls={peer}",
-        f"--initial-cluster={cluster.name}={peer}",
+        f"--initial-cluster={everybody}",
         "--client-cert-auth=true",
         f"--trusted-ca-file={tls.ca}",
         f"--cert-file={tls.cert}",
@@ -166,11 +190,11 @@ def _etcd_argv(cluster: Cluster) -> list[str]:
 
 def role(cluster: Cluster, name: str) -> Role:
     """The process called ``name``. Raises `NotFound` for a node that does not exist."""
-    if name == ETCD:
-        return Role(name=name, argv=_etcd_argv(cluster))
+    if name in etcd_names(cluster):
+        return Role(name=name, argv=etcd_argv(cluster, name))
     environment = {"MOORAGE_FAILPOINT_ROLE": name, "PYTHONUNBUFFERED": "1"}
-    if name == COORDINATOR:
-        argv = _daemon("coordinator", cluster.folder / "coordinator" / "config.toml")
+    if name in coordinator_names(cluster):
+        argv = _daemon("coordinator", cluster.folder / name / "config.toml")
         return Role(name=name, argv=argv, environment=environment)
     node = cluster.node(name)
     # nsenter, not `ip netns exec`: the latter makes a mount namespace as well, which would hide the pods' mounts.
@@ -181,4 +205,9 @@ def role(cluster: Cluster, name: str) -> Role:
 
 def role_names(cluster: Cluster) -> list[str]:
     """All processes, in the order in which they are started."""
-    return [ETCD, COORDINATOR, *(node.name for node in cluster.nodes)]
+    return [*etcd_names(cluster), *coordinator_names(cluster), *(node.name for node in cluster.nodes)]
+
+
+def etcd_data(cluster: Cluster, name: str) -> Path:
+    """Where an etcd member keeps its data."""
+    return cluster.folder / "etcd" / name.replace(ETCD, "data")

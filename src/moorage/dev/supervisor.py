@@ -175,8 +175,9 @@ class Supervisor:
 
     async def down(self) -> None:
         """End the coordinator, then the workers, then etcd: nobody shall mourn the workers, and all may tell etcd."""
-        workers = [name for name in self.processes if name not in (roles.COORDINATOR, roles.ETCD)]
-        for names in ([roles.COORDINATOR], workers, [roles.ETCD]):
+        coordinators, members = roles.coordinator_names(self.cluster), roles.etcd_names(self.cluster)
+        workers = [name for name in self.processes if name not in (*coordinators, *members)]
+        for names in (coordinators, workers, members):
             known = [self.processes[name] for name in names if name in self.processes]
             await asyncio.gather(*(one.stop(signal.SIGTERM) for one in known))
         self.over.set()

@@ -628,6 +628,8 @@ class CheckpointInfo(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     LATEST_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    PODS_UPLOADED_FIELD_NUMBER: _builtins.int
+    PODS_WAITING_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job: _builtins.str
     job_name: _builtins.str
@@ -640,6 +642,10 @@ class CheckpointInfo(_message.Message):
     pinned: _builtins.bool
     latest: _builtins.bool
     owner: _builtins.str
+    pods_uploaded: _builtins.int
+    """of a checkpoint that counted before it was in the store: how many pods are in it now"""
+    pods_waiting: _builtins.int
+    """and how many are not"""
     def __init__(
         self,
         *,
@@ -655,10 +661,12 @@ class CheckpointInfo(_message.Message):
         pinned: _builtins.bool = ...,
         latest: _builtins.bool = ...,
         owner: _builtins.str = ...,
+        pods_uploaded: _builtins.int = ...,
+        pods_waiting: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_new", b"bytes_new", "bytes_total", b"bytes_total", "created", b"created", "id", b"id", "incarnation", b"incarnation", "job", b"job", "job_name", b"job_name", "latest", b"latest", "owner", b"owner", "pause_seconds", b"pause_seconds", "pinned", b"pinned"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "bytes_new", b"bytes_new", "bytes_total", b"bytes_total", "created", b"created", "id", b"id", "incarnation", b"incarnation", "job", b"job", "job_name", b"job_name", "latest", b"latest", "owner", b"owner", "pause_seconds", b"pause_seconds", "pinned", b"pinned", "pods_uploaded", b"pods_uploaded", "pods_waiting", b"pods_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

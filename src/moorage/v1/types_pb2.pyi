@@ -150,6 +150,7 @@ class Policy(_message.Message):
     MAX_RESTARTS_FIELD_NUMBER: _builtins.int
     IF_INCOMPATIBLE_FIELD_NUMBER: _builtins.int
     ATTEMPT_DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    DURABILITY_FIELD_NUMBER: _builtins.int
     HANG_SECONDS_FIELD_NUMBER: _builtins.int
     ELASTIC_FIELD_NUMBER: _builtins.int
     checkpoint_every_seconds: _builtins.float
@@ -164,6 +165,10 @@ class Policy(_message.Message):
     if_incompatible: Global___IfIncompatible.ValueType
     attempt_deadline_seconds: _builtins.float
     """0: the default, 120"""
+    durability: _builtins.str
+    """When a checkpoint counts: remote, when all of it is in the store; local, when it is on the nodes' disks (uploading
+    follows). Empty: as the coordinator's settings say. The same where the store is a folder.
+    """
     hang_seconds: _builtins.float
     """0: off; otherwise no output and no CPU time for so long counts as a failure"""
     elastic: _builtins.bool
@@ -177,12 +182,13 @@ class Policy(_message.Message):
         max_restarts: _builtins.int = ...,
         if_incompatible: Global___IfIncompatible.ValueType = ...,
         attempt_deadline_seconds: _builtins.float = ...,
+        durability: _builtins.str = ...,
         hang_seconds: _builtins.float = ...,
         elastic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_deadline_seconds", b"attempt_deadline_seconds", "checkpoint_every_seconds", b"checkpoint_every_seconds", "elastic", b"elastic", "hang_seconds", b"hang_seconds", "if_incompatible", b"if_incompatible", "keep_last", b"keep_last", "max_restarts", b"max_restarts", "on_failure", b"on_failure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_deadline_seconds", b"attempt_deadline_seconds", "checkpoint_every_seconds", b"checkpoint_every_seconds", "durability", b"durability", "elastic", b"elastic", "hang_seconds", b"hang_seconds", "if_incompatible", b"if_incompatible", "keep_last", b"keep_last", "max_restarts", b"max_restarts", "on_failure", b"on_failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
