@@ -115,7 +115,7 @@ class Opened:
     @property
     def mounts(self) -> list[Path]:
         """What to mount, in the order of the spec: names that only this process, while it lives, gives to others."""
-        return [Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in self._mounts]
+        return [Path(f"/proc/self/fd/{fd}").readlink() for fd in self._mounts]
 
     def close(self) -> None:
         """Close them all. Idempotent."""
