@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from moorage.cli import completing
 from moorage.cli import main as command
 from moorage.cli.options import config_file, global_flags
 from moorage.cli.top import Rates, picture
@@ -177,6 +178,25 @@ def test_rates_are_what_was_used_since_the_last_look() -> None:
     view = picture(nodes, [job(13, 500)], rates, 102.0)
     assert (view.jobs[0].cores, view.jobs[0].output_bytes_per_second, view.nodes[0].cores) == (1.5, 250, 1.5)
     assert picture(nodes, [job(1, 0, incarnation=2)], rates, 103.0).jobs[0].cores == 0
+
+
+def test_a_shell_completes_the_names_of_jobs_and_nodes(
+    coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.state.add("digits")
+    coordinator.state.add("letters")
+    program = [sys.executable, "-P", "-m", "moorage.cli.main"]
+    for typed, wanted in (("moorage park dig", "digits"), ("moorage drain n-", "n-1\nn-2"), ("moorage wait x", "")):
+        environment = os.environ | {
+            "_MOORAGE_COMPLETE": "complete_bash",
+            "COMP_WORDS": typed,
+            "COMP_CWORD": str(typed.count(" ")),
+        }
+        done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout.strip() == wanted, (typed, done)
+    assert completing.node_names("n-2") == ["n-2"]
+    monkeypatch.setenv("MOORAGE_CONFIG", "/nowhere")
+    assert completing.job_names("") == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moorage.cli import completing
 from moorage.cli.cluster import NODE_COLUMNS
 from moorage.cli.options import DryRun, Output, client, output_format
 from moorage.cli.output import line, progress, remark, write
@@ -16,7 +17,10 @@ from moorage.errors import AttemptAborted, DeadlineExceeded, NoCapacity, UsageEr
 if TYPE_CHECKING:
     from moorage.coordinator.client import Client, DrainInfo, MoveInfo
 
-Nodes = Annotated[list[str] | None, typer.Argument(metavar="[NODE...]", help="Nodes, by name.")]
+Nodes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[NODE...]", help="Nodes, by name.", autocompletion=completing.node_names),
+]
 Selector = Annotated[
     str, typer.Option("-l", "--selector", metavar="SELECTOR", help="Nodes with these labels: rack=7,zone in (a,b),!x.")
 ]

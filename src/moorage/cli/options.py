@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from moorage import config
+from moorage.cli import completing
 
 if TYPE_CHECKING:
     from moorage.coordinator.client import Client
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 Output = Annotated[
     str | None, typer.Option("--output", "-o", metavar="table|json|yaml", help="How to print data.", show_default=False)
 ]
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job's name or id.")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", help="A job's name or id.", autocompletion=completing.job_names)
+]
 CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
 
