@@ -96,6 +96,34 @@ def much_is_lost(seed: int) -> Case:
     return Case(build.program, 10 + seed % 80)
 
 
+def taking_turns(seed: int) -> Case:
+    """Seven pairs are behind on what their other threads used last, and each has many calls to go: all side by side."""
+    build = Builder(random.Random(seed), 16, [2] * 16)
+    everybody = build.create(range(16))
+    pairs = [build.create((rank, rank + 1)) for rank in range(0, 16, 2)]
+    build.wandering = 0.0
+    for rank in range(16):
+        build.hand_over(rank, everybody, 1)
+        build.hand_over(rank, pairs[rank // 2], 0)
+    build.collective(everybody)
+    flags = [build.fresh() for _ in range(32)]
+    for rank in range(16):
+        build.add(rank, 1, ("post", flags[rank]))
+        build.add(rank, 0, ("wait", flags[rank], rank))
+    for number, name in enumerate(pairs):
+        for _ in range(60):
+            for rank in (2 * number, 2 * number + 1):
+                if number:
+                    build.add(rank, 0, ("compute", 1e-3))
+            build.collective(name)
+    for rank in range(16):
+        build.add(rank, 0, ("post", flags[16 + rank]))
+        build.add(rank, 1, ("wait", flags[16 + rank], rank))
+    build.collective(everybody)
+    program = build.program
+    return Case(program, program.steps_of("create") + 16 + 120 + 2 + seed % 20, settings=Settings(1.5, 0.005, 0.005))
+
+
 def slow_partner(seed: int) -> Case:
     """Rank 1 computes for much longer than there is patience, and rank 0, far ahead, is held all the time."""
     build = Builder(random.Random(seed), 2, [1, 1])

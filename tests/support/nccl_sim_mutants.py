@@ -185,6 +185,13 @@ class AnySlides(Cut):
         return msgspec.structs.replace(noted, waiting=dict.fromkeys(noted.waiting, 0))
 
 
+class OneSlides(Cut):
+    """Rule 3 takes one call in the whole job, also of those that wait whole."""
+
+    def slides(self, memory: Memory, picture: Picture, held: Held) -> Orders:
+        return {held[0]: (held[1],)}
+
+
 class NewestSlides(Cut):
     """Rule 3 takes the call that has waited for the shortest time."""
 
@@ -253,6 +260,7 @@ CUTS: list[type[Cut]] = [
     AnyCreationSlides,
     NoHints,
     AnySlides,
+    OneSlides,
     NewestSlides,
     OnlyHints,
     NoGrowth,

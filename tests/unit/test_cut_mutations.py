@@ -31,6 +31,7 @@ WRITTEN: dict[Mutant, Callable[..., Any]] = {
     rules.WorkSlidesLikeCalls: cases.busy_stream,
     rules.AnySlides: cases.slow_partner,
     rules.NoGrowth: cases.slow_partner,
+    rules.OneSlides: cases.taking_turns,
     rules.NewestSlides: cases.newer_ones,
     rules.OnlyHints: cases.wrong_hints,
     rules.NoHints: cases.pointed_to,
