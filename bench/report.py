@@ -71,6 +71,19 @@ def machine() -> dict[str, Any]:
     }
 
 
+def gpu() -> dict[str, str]:
+    """The first NVIDIA GPU and its driver, as ``nvidia-smi`` names them; empty without one."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    name, _, driver = done.stdout.splitlines()[0].partition(", ")
+    return {"gpu": name, "driver": driver}
+
+
 def _lines(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()

@@ -1,0 +1,277 @@
+"""A job with much device memory: driver checkpoint + CRIU against moorage, same program, same tmpfs, one run.
+
+``python -m bench.gpu_checkpoint [--sizes 8,32,64] [--baseline 8,32]``. Needs an NVIDIA GPU, root, and host memory for
+two copies of the largest baseline. All device memory is distinct and incompressible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.report import ROOT, Report, Target, commit, gpu, machine, versions
+from moorage import Client
+from moorage.config import ClientConfig, load
+from moorage.dev import cluster as dev
+from moorage.runtime import programs
+from moorage.worker.gpu.driver import DriverProcess
+
+BALLAST = ROOT / "bench" / "programs" / "ballast.py"
+_SECONDS = 600.0
+HEARTBEATS = 5
+
+
+class Control:
+    """The folder through which the program is told what to do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(mode=0o755)
+
+    def wait(self, name: str, seconds: float = _SECONDS) -> str:
+        """The file's text once it is there; it is taken away."""
+        end = time.monotonic() + seconds
+        path = self.folder / name
+        while not path.exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"the program did not write {name}")
+            time.sleep(0.002)
+        text = path.read_text()
+        path.unlink()
+        return text
+
+    def tell(self, order: str) -> None:
+        """Give an order and wait until it is done."""
+        (self.folder / "do.new").write_text(order)
+        (self.folder / "do.new").rename(self.folder / "do")
+        self.wait("done")
+
+    def gap(self) -> float:
+        """Seconds of the longest time between two steps since this was asked last."""
+        self.tell("gap")
+        return float(self.wait("gap"))
+
+    def sum(self) -> str:
+        """A digest of all device memory."""
+        self.tell("sum")
+        return self.wait("sum")
+
+
+def command(control: Control, gib: int) -> list[str]:
+    return [sys.executable, str(BALLAST), str(control.folder), str(gib)]
+
+
+# -- (a) driver checkpoint + CRIU
+
+
+def baseline(folder: Path, gib: int) -> dict[str, float]:
+    """Seconds of the state of the art on any such machine: pause and completion are one, restore is the way back."""
+    control = Control(folder / f"control-a-{gib}")
+    images = folder / f"images-{gib}"
+    images.mkdir(mode=0o700)
+    with (folder / "baseline.log").open("ab") as log:
+        process = subprocess.Popen(
+            command(control, gib), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    control.wait("ready")
+    expected = control.sum()
+    control.gap()
+    criu = str(programs.find("criu"))
+    common = ["-D", str(images), "--tcp-established", "--file-locks", "--ghost-limit", "1073741824", "-v2"]
+    driver = DriverProcess(process.pid)
+    began = time.monotonic()
+    driver.lock(60)
+    driver.checkpoint()
+    saved = time.monotonic()
+    dumping = [criu, "dump", "-t", str(process.pid), "--leave-running", "-o", "dump.log", *common]
+    subprocess.run(dumping, check=True)
+    dumped = time.monotonic()
+    driver.restore()
+    driver.unlock()
+    resumed = time.monotonic()
+    found = {
+        "driver_checkpoint": saved - began,
+        "dump": dumped - saved,
+        "complete": dumped - began,
+        "pause": control.gap(),
+        "image_bytes": float(sum(path.stat().st_size for path in images.iterdir())),
+        "resume": resumed - dumped,
+    }
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    began = time.monotonic()
+    subprocess.run([criu, "restore", "-d", "-o", "restore.log", *common], check=True)
+    driver = DriverProcess(process.pid)
+    driver.restore()
+    driver.unlock()
+    found["restore"] = time.monotonic() - began
+    if control.sum() != expected:
+        raise RuntimeError("the baseline's memory came back wrong")
+    (control.folder / "end").touch()
+    shutil.rmtree(images)
+    return found
+
+
+# -- (b) to (d) moorage
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[tuple[Client, Path]]:
+    """Two nodes on this machine with a store on the tmpfs; both see the GPU."""
+    state = folder / "state"
+    name = f"bench-{os.getpid()}"
+    made = dev.up(nodes=2, name=name, state=state, lease_seconds=10, default=False, ready_seconds=60)
+    try:
+        with Client(config=load(state / "client.toml", ClientConfig)) as client:
+            yield client, state
+    finally:
+        dev.down(made.name)
+        shutil.rmtree(state, ignore_errors=True)
+
+
+def environment() -> dict[str, str]:
+    kept = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME")
+    return {name: os.environ[name] for name in kept if name in os.environ}
+
+
+def peak_bytes(state: Path) -> int:
+    """The most resident memory that workers and GPU brokers have had, added up."""
+    total = 0
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, StopIteration):
+            words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
+            if os.fsencode(state) in words and (b"moorage.worker.gpu" in words or b"worker" in words):
+                lines = (entry / "status").read_text().splitlines()
+                total += int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
+    return total
+
+
+def stored(state: Path) -> int:
+    """Bytes of all packs."""
+    return sum(path.stat().st_size for path in (state / "store" / "packs").iterdir())
+
+
+def ours(folder: Path, gib: int, *, all_changed: bool) -> dict[str, Any]:
+    """First checkpoint, heartbeats with 1 % changed, one with all changed, restore on another node."""
+    control = Control(folder / f"control-{gib}")
+    found: dict[str, Any] = {}
+    with cluster(folder) as (client, state):
+        job = client.run(
+            command(control, gib), name="ballast", gpus_per_pod=1, env=environment(),
+            working_directory="/", mounts=[f"{control.folder}:{control.folder}"],
+        )  # fmt: skip
+        control.wait("ready")
+        control.gap()
+        began = time.monotonic()
+        first = job.checkpoint()
+        found["first"] = {"complete": time.monotonic() - began, "pause": control.gap(), "new": first.bytes_new}
+        before = stored(state)
+        beats = []
+        distinct = 0
+        for number in range(HEARTBEATS):
+            control.tell(f"touch 0.01 {number}")
+            distinct += round(gib * 512 * 0.01) * (2 << 20)
+            began = time.monotonic()
+            beat = job.checkpoint()
+            beats.append({"complete": time.monotonic() - began, "pause": control.gap(), "new": beat.bytes_new})
+        found["heartbeat"] = beats
+        grown = stored(state) - before
+        found["stored_by_distinct"] = (before + grown) / (before + distinct)
+        if all_changed:
+            control.tell("all")
+            began = time.monotonic()
+            whole = job.checkpoint()
+            found["all_changed"] = {
+                "complete": time.monotonic() - began, "pause": control.gap(), "new": whole.bytes_new
+            }  # fmt: skip
+        expected = control.sum()
+        found["peak_bytes"] = peak_bytes(state)
+        job.park()
+        began = time.monotonic()
+        job.restore(on=["node-2"])
+        control.gap()
+        found["restore"] = time.monotonic() - began  # until it makes steps and answers
+        if control.sum() != expected:
+            raise RuntimeError("the device memory came back wrong")
+        (control.folder / "end").touch()
+        job.wait(timeout=60)
+        found["log"] = [
+            line for line in _log(state) if '"restored"' in line or '"captured"' in line or '"frozen"' in line
+        ]
+    return found
+
+
+def _log(state: Path) -> list[str]:
+    return [line for path in (state / "log").glob("node-*.log") for line in path.read_text().splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", default="8,32,64")
+    parser.add_argument("--baseline", default="8,32")
+    parser.add_argument("--commit", default="", help="of this tree, where there is no git")
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.sizes.split(",")]
+    compared = [int(size) for size in options.baseline.split(",") if size]
+    folder = Path(tempfile.mkdtemp(prefix="moorage-bench-", dir="/var/tmp"))
+    folder.chmod(0o755)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=95%,mode=755", "tmpfs", str(folder)], check=True)
+    figures: dict[str, Any] = {}
+    try:
+        for gib in sizes:
+            print(f"moorage, {gib} GiB", flush=True)
+            figures[f"moorage_{gib}"] = ours(folder, gib, all_changed=gib <= 32)
+            print({k: v for k, v in figures[f"moorage_{gib}"].items() if k != "log"}, flush=True)
+            print(*figures[f"moorage_{gib}"].pop("log"), sep="\n", flush=True)
+            if gib in compared:
+                print(f"driver checkpoint + CRIU, {gib} GiB", flush=True)
+                figures[f"baseline_{gib}"] = baseline(folder, gib)
+                print(figures[f"baseline_{gib}"], flush=True)
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=False)
+        folder.rmdir()
+        report = Report(
+            bench="gpu_checkpoint",
+            figures=figures,
+            targets=targets(figures),
+            versions=versions("cuda-core", "torch"),
+            machine=machine() | gpu(),
+            commit=options.commit or commit(),
+        )
+        report.write()
+        report.show()
+    return 0 if report.met() else 1
+
+
+def targets(figures: dict[str, Any]) -> list[Target]:
+    """What the figures at hand can be held against."""
+    found: list[Target] = []
+    for name, value in figures.items():
+        kind, gib = name.split("_")
+        if kind == "moorage":
+            worst = max(beat["pause"] for beat in value["heartbeat"])
+            found.append(Target(f"heartbeat pause, {gib} GiB, 1 % changed", worst, "s", "<=", 1.6))
+            found.append(Target(f"stored by distinct bytes, {gib} GiB", value["stored_by_distinct"], "", "<=", 1.1))
+            found.append(Target(f"peak host memory, {gib} GiB", value["peak_bytes"] / 2**30, "GiB", "<=", 4.0))
+            if base := figures.get(f"baseline_{gib}"):
+                first = base["complete"] / value["first"]["complete"]
+                found.append(Target(f"first checkpoint, times faster, {gib} GiB", first, "", ">=", 10.0))
+                found.append(Target(f"pause, times shorter, {gib} GiB", base["pause"] / worst, "", ">=", 25.0))
+                found.append(
+                    Target(f"restore, times faster, {gib} GiB", base["restore"] / value["restore"], "", ">=", 5.0)
+                )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

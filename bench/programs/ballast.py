@@ -1,0 +1,67 @@
+"""Holds device memory and makes steps; changes parts of the memory when told. For `bench.gpu_checkpoint`.
+
+``ballast.py FOLDER GIB [HOST_GIB PINNED_GIB]``. Orders come as FOLDER/do (``touch SHARE SEED`` or ``all``) and are
+answered with FOLDER/done. FOLDER/ready says that the memory stands, FOLDER/gap holds the longest time between two steps
+since the last order ``gap``, in seconds; FOLDER/sum, after an order ``sum``, a digest of all memory.
+"""
+
+import os
+import sys
+import time
+
+import torch
+
+folder, gib = sys.argv[1], int(sys.argv[2])
+host = torch.randint(0, 256, (int(float(sys.argv[3]) * 2**30),), dtype=torch.uint8) if len(sys.argv) > 3 else None
+pinned = torch.zeros(int(float(sys.argv[4]) * 2**30), dtype=torch.uint8, pin_memory=True) if len(sys.argv) > 4 else None
+CHUNK = 2 << 20
+
+
+def say(name, text=""):
+    with open(f"{folder}/{name}.new", "w") as file:
+        file.write(text)
+    os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
+
+
+generator = torch.Generator("cuda").manual_seed(1)
+blocks = [torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(gib)]
+for block in blocks:
+    block.view(torch.int64).random_(generator=generator)
+counter = torch.zeros(1 << 20, device="cuda")
+
+
+def obey(words):
+    if words[0] == "touch":
+        chunks = gib * 512
+        chosen = torch.randperm(chunks, generator=torch.Generator().manual_seed(int(words[2])))
+        for number in chosen[: max(1, round(chunks * float(words[1])))].tolist():
+            part = blocks[number // 512][number % 512 * CHUNK :][:CHUNK]
+            part.view(torch.int64).random_(generator=generator)
+    elif words[0] == "all":
+        for block in blocks:
+            block.add_(1)
+    elif words[0] == "sum":
+        say("sum", " ".join(str(int(block.view(torch.int64).sum())) for block in blocks))
+    torch.cuda.synchronize()
+
+
+torch.cuda.synchronize()
+say("ready")
+longest, last = 0.0, time.time()
+while not os.path.exists(f"{folder}/end"):
+    counter.add_(1.0)
+    torch.cuda.synchronize()
+    now = time.time()
+    longest, last = max(longest, now - last), now
+    if os.path.exists(f"{folder}/do"):
+        with open(f"{folder}/do") as file:
+            words = file.read().split()
+        os.remove(f"{folder}/do")
+        if words[0] == "gap":
+            say("gap", str(longest))
+            longest = 0.0
+        else:
+            obey(words)
+        say("done")
+        last = time.time()
+    time.sleep(0.001)
