@@ -29,6 +29,7 @@ from moorage.worker.gpu.driver import DriverProcess
 BALLAST = ROOT / "bench" / "programs" / "ballast.py"
 _SECONDS = 600.0
 HEARTBEATS = 5
+_SHOWN = ("frozen", "captured", "restored")
 
 
 class Control:
@@ -205,9 +206,7 @@ def ours(folder: Path, gib: int, *, all_changed: bool) -> dict[str, Any]:
             raise RuntimeError("the device memory came back wrong")
         (control.folder / "end").touch()
         job.wait(timeout=60)
-        found["log"] = [
-            line for line in _log(state) if '"restored"' in line or '"captured"' in line or '"frozen"' in line
-        ]
+        found["log"] = [line for line in _log(state) if any(f'"event": "{what}"' in line for what in _SHOWN)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""What the libcuda proxy costs a program: with and without, paired, and the speed of hashing. ``-m bench.gpu_overhead``.
+"""What the libcuda proxy costs a program, with and without it, paired; and the speed of hashing on the GPU.
 
 Needs an NVIDIA GPU and root (the proxy is bind-mounted over the driver's library in a mount namespace of its own).
 """
@@ -37,10 +37,8 @@ async def proxied(folder: Path) -> dict[str, float]:
     memory = PodMemory("the bench", folder / "gpu.sock", 1)
     memory.listen()
     real, proxy = gpu_host.driver().libcuda, native.find(pod_gpu.PROXY, "intercept", variable="MOORAGE_LIBCUDA_PROXY")
-    under = Path(pod_gpu.REAL)
-    under.parent.mkdir(exist_ok=True)
-    under.touch()
-    script = f"mount --bind {real} {under} && mount --bind {proxy} {real} && exec {sys.executable} {WORK}"
+    under = pod_gpu.REAL
+    script = f"mkdir -p {pod_gpu.FOLDER} && touch {under} && mount --bind {real} {under} && mount --bind {proxy} {real} && exec {sys.executable} {WORK}"
     process = await asyncio.create_subprocess_exec(
         "unshare", "-m", "--propagation", "private", "sh", "-c", script,
         stdout=asyncio.subprocess.PIPE, env=os.environ | {"MOORAGE_GPU_SOCKET": str(folder / "gpu.sock")},

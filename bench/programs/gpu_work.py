@@ -1,4 +1,4 @@
-"""Four loops whose time the proxy could change; prints one JSON object with seconds for each. For `bench.gpu_overhead`."""
+"""Four loops whose time the proxy could change; prints a JSON object with the seconds of each. For `gpu_overhead`."""
 
 import json
 import time
