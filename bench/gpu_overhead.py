@@ -38,7 +38,10 @@ async def proxied(folder: Path) -> dict[str, float]:
     memory.listen()
     real, proxy = gpu_host.driver().libcuda, native.find(pod_gpu.PROXY, "intercept", variable="MOORAGE_LIBCUDA_PROXY")
     under = pod_gpu.REAL
-    script = f"mkdir -p {pod_gpu.FOLDER} && touch {under} && mount --bind {real} {under} && mount --bind {proxy} {real} && exec {sys.executable} {WORK}"
+    script = (
+        f"mkdir -p {pod_gpu.FOLDER} && touch {under} && mount --bind {real} {under} && mount --bind {proxy} {real} "
+        f"&& exec {sys.executable} {WORK}"
+    )
     process = await asyncio.create_subprocess_exec(
         "unshare", "-m", "--propagation", "private", "sh", "-c", script,
         stdout=asyncio.subprocess.PIPE, env=os.environ | {"MOORAGE_GPU_SOCKET": str(folder / "gpu.sock")},
