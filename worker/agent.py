@@ -31,6 +31,7 @@ from moorage.worker import (
     pod_record,
     pod_staging,
     pod_start,
+    pod_user,
     preflight_pod,
     restore,
 )
@@ -60,6 +61,7 @@ class Agent:
         """Find the pods that an earlier worker left; their guards are not asked yet. Raises `CorruptData`."""
         for pod in agent_adopt.load(self.node):
             self.pods[pod.key] = pod
+        pod_user.sweep(self.node.sources)
         pod_staging.sweep(
             pod_staging.memory_root(self.node.config.cluster, self.node.name),
             {pod.memory_staging.name for pod in self.pods.values()},

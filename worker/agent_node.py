@@ -27,6 +27,11 @@ from moorage.worker.gpu_host import NodeGpus
 from moorage.worker.guard.messages import EtcdAccess
 
 
+def bound_sources(cluster: str, node: str) -> Path:
+    """A folder of the node for what jobs mount. Not below its state, which may be removed with all that is in it."""
+    return Path("/run/moorage/sources") / f"{cluster}-{node}"
+
+
 class Lease(Protocol):
     """What the pods ask of the node's session in etcd."""
 
@@ -82,6 +87,11 @@ class Node:
     @property
     def runc_root(self) -> Path:
         return self.state / "runc"
+
+    @property
+    def sources(self) -> Path:
+        """Where what jobs mount is bound while their pods are brought up."""
+        return bound_sources(self.config.cluster, self.name)
 
     @cached_property
     def etcd_access(self) -> EtcdAccess:

@@ -118,7 +118,7 @@ def write_bundle(pod: Pod, user: pod_user.User) -> None:
     """The OCI configuration of the pod. The layers must be planned, the network need not stand yet."""
     spec, layers = pod.spec, pod.layers
     binds = [oci.Bind(source=bind.source, destination=bind.destination) for bind in layers.binds]
-    sources = pod.opened.mounts if pod.opened else []
+    sources = pod.opened.bind(pod.node.sources / pod.container) if pod.opened else []
     binds += [
         oci.Bind(source=source, destination=mount.destination, read_only=mount.read_only)
         for source, mount in zip(sources, spec.mounts, strict=True)

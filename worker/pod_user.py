@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from moorage.errors import EnvironmentLacking, Forbidden, UsageError
 from moorage.v1.types_pb2 import JobSpec
+from moorage.worker.layers import syscalls
 from moorage.worker.layers.owner import acting_as, owner_of
 from moorage.worker.pod_environment import DEFAULT_PATH
 
@@ -81,6 +84,7 @@ class Opened:
         `Forbidden` for one that the user may not reach."""
         self.image: int | None = None
         self._mounts: list[int] = []
+        self._bound: list[Path] = []
         self._owner = owner_of(user.uid, user.gid, user.groups)
         try:
             if spec.image:
@@ -112,17 +116,63 @@ class Opened:
                 f"user {user.name} may not reach {path} on this node", "name what that user may read"
             ) from None
 
+<<<<<<< HEAD
     @property
     def mounts(self) -> list[Path]:
         """What to mount, in the order of the spec: names that only this process, while it lives, gives to others."""
         return [Path(f"/proc/self/fd/{fd}").readlink() for fd in self._mounts]
+=======
+    def bind(self, folder: Path) -> list[Path]:
+        """Places below ``folder`` where what is to be mounted can be reached until `close`, in the order of the spec.
+
+        The kernel does not bind what another mount namespace's descriptor stands for, and runc looks from one of its
+        own: so each is bound here first. ``folder`` must be one that nobody ever removes with all that is in it.
+        """
+        for number, fd in enumerate(self._mounts):
+            target = folder / str(number)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if stat.S_ISDIR(os.fstat(fd).st_mode):
+                target.mkdir(mode=0o700, exist_ok=True)
+            else:
+                target.touch(0o600)
+            syscalls.mount(f"/proc/self/fd/{fd}", target, "", syscalls.MS_BIND | syscalls.MS_REC)
+            self._bound.append(target)
+            syscalls.mount("", target, "", syscalls.MS_PRIVATE | syscalls.MS_REC)
+        return list(self._bound)
+>>>>>>> bbc8ccb (What a job mounts is bound first where runc, from its own mount namespace, can bind it from)
 
     def close(self) -> None:
-        """Close them all. Idempotent."""
+        """Unbind and close them all. Idempotent."""
+        bound, self._bound = self._bound, []
+        for target in bound:
+            unbind(target)
+        if bound:
+            with contextlib.suppress(OSError):
+                bound[0].parent.rmdir()
         fds = [*self._mounts, *([] if self.image is None else [self.image])]
         self._mounts, self.image = [], None
         for fd in fds:
             os.close(fd)
+
+
+def unbind(target: Path) -> None:
+    """Unmount what `Opened.bind` bound there, and remove the empty place. Raises nothing."""
+    with contextlib.suppress(OSError):
+        syscalls.unmount(target, syscalls.MNT_DETACH)
+    with contextlib.suppress(OSError):  # not empty: it is still mounted, and nothing of it is removed
+        if target.is_dir():
+            target.rmdir()
+        else:
+            target.unlink()
+
+
+def sweep(folder: Path) -> None:
+    """Unbind what a worker that died left bound below ``folder``. Nothing that is still mounted is removed."""
+    for target in folder.glob("*/*"):
+        unbind(target)
+    for place in (*folder.glob("*"), folder):
+        with contextlib.suppress(OSError):
+            place.rmdir()
 
 
 def command_paths(spec: JobSpec) -> list[str]:

@@ -17,7 +17,7 @@ pinned = torch.zeros(int(float(sys.argv[4]) * 2**30), dtype=torch.uint8, pin_mem
 CHUNK = 2 << 20
 
 
-def say(name, text=""):
+def say(name: str, text: str = "") -> None:
     with open(f"{folder}/{name}.new", "w") as file:
         file.write(text)
     os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
@@ -30,7 +30,7 @@ for block in blocks:
 counter = torch.zeros(1 << 20, device="cuda")
 
 
-def obey(words):
+def obey(words: list[str]) -> None:
     if words[0] == "touch":
         chunks = gib * 512
         chosen = torch.randperm(chunks, generator=torch.Generator().manual_seed(int(words[2])))

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -14,21 +15,21 @@ batch = torch.randn(256, 2048, device="cuda")
 small = torch.randn(64, 64, device="cuda")
 
 
-def step():
+def step() -> None:
     optimizer.zero_grad(set_to_none=False)
     loss = (model(batch) - batch).pow(2).mean()
     loss.backward()
     optimizer.step()
 
 
-def decode():
+def decode() -> torch.Tensor:
     value = small
     for _ in range(200):
         value = torch.relu(value @ small) * 0.1 + small
     return value
 
 
-def allocate():
+def allocate() -> None:
     for _ in range(4):
         blocks = [torch.empty(8 << 20, dtype=torch.uint8, device="cuda") for _ in range(8)]
         del blocks
@@ -46,7 +47,7 @@ with torch.cuda.graph(graph):
     step()
 
 
-def seconds(work, times):
+def seconds(work: Callable[[], object], times: int) -> float:
     work()
     torch.cuda.synchronize()
     began = time.perf_counter()

@@ -13,6 +13,8 @@ from typing import Final
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+MS_BIND: Final = 1 << 12
+MS_REC: Final = 1 << 14
 MS_PRIVATE: Final = 1 << 18
 MNT_DETACH: Final = 2
 UMOUNT_NOFOLLOW: Final = 8

@@ -24,7 +24,12 @@ from moorage.dev.processes import Identity, end, end_all, naming
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NotFound, Unavailable, UsageError
 from moorage.localsocket import path_of
 from moorage.runtime import programs
+<<<<<<< HEAD
 from moorage.store_settings import StoreSettings
+=======
+from moorage.worker import pod_user
+from moorage.worker.agent_node import bound_sources
+>>>>>>> bbc8ccb (What a job mounts is bound first where runc, from its own mount namespace, can bind it from)
 from moorage.worker.pod_staging import memory_root
 
 Progress = Callable[[str], None]
@@ -305,6 +310,7 @@ def _remove_node(cluster: Cluster, node: Node) -> None:
         network.remove_namespace(namespace)
     network.remove_node(cluster, node)
     sweep.unmount_below(folder)
+    pod_user.sweep(bound_sources(cluster.name, node.name))
     sweep.remove_cgroups(sweep.cgroups_of(cluster, node))
     if folder.exists():
         shutil.rmtree(folder)

@@ -25,9 +25,11 @@ config = LlamaConfig(
     num_attention_heads=16,
     num_key_value_heads=8,
     max_position_embeddings=2048,
+    attn_implementation="eager",
 )
+torch.backends.cuda.matmul.allow_tf32 = False
 with torch.device("cuda"):
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = LlamaForCausalLM(config).eval()
 BATCH, PROMPT = 8, 64
 tokens = torch.randint(0, config.vocab_size, (BATCH, PROMPT), device="cuda")
 cache = StaticCache(config=config, max_cache_len=PROMPT + options.tokens + 1)
