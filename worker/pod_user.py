@@ -116,12 +116,6 @@ class Opened:
                 f"user {user.name} may not reach {path} on this node", "name what that user may read"
             ) from None
 
-<<<<<<< HEAD
-    @property
-    def mounts(self) -> list[Path]:
-        """What to mount, in the order of the spec: names that only this process, while it lives, gives to others."""
-        return [Path(f"/proc/self/fd/{fd}").readlink() for fd in self._mounts]
-=======
     def bind(self, folder: Path) -> list[Path]:
         """Places below ``folder`` where what is to be mounted can be reached until `close`, in the order of the spec.
 
@@ -139,7 +133,6 @@ class Opened:
             self._bound.append(target)
             syscalls.mount("", target, "", syscalls.MS_PRIVATE | syscalls.MS_REC)
         return list(self._bound)
->>>>>>> bbc8ccb (What a job mounts is bound first where runc, from its own mount namespace, can bind it from)
 
     def close(self) -> None:
         """Unbind and close them all. Idempotent."""

@@ -24,12 +24,9 @@ from moorage.dev.processes import Identity, end, end_all, naming
 from moorage.errors import Conflict, EnvironmentLacking, MoorageError, NotFound, Unavailable, UsageError
 from moorage.localsocket import path_of
 from moorage.runtime import programs
-<<<<<<< HEAD
 from moorage.store_settings import StoreSettings
-=======
 from moorage.worker import pod_user
 from moorage.worker.agent_node import bound_sources
->>>>>>> bbc8ccb (What a job mounts is bound first where runc, from its own mount namespace, can bind it from)
 from moorage.worker.pod_staging import memory_root
 
 Progress = Callable[[str], None]
