@@ -14,6 +14,7 @@ from moorage.coordinator.machine import JobPolicy, new_job
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.persist import Persistence
 from moorage.errors import Conflict, NotFound, Refused, UsageError
+from moorage.hooks import KINDS
 from moorage.roles import Identity
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2
@@ -84,6 +85,9 @@ def complete(spec: JobSpec, owner: str, job: str, *, as_root: bool = False) -> J
     for mount in full.mounts:
         if not (mount.source.startswith("/") and mount.destination.startswith("/")):
             raise UsageError(f"mount {mount.source}:{mount.destination} is not absolute", "give --mount /SRC:/DST[:ro]")
+    for kind, number in full.hooks.items():
+        if kind not in KINDS or not 0 < number <= 64:
+            raise UsageError(f"signal {number} for the event {kind!r} cannot be sent", f"events: {', '.join(KINDS)}")
     for port in full.publish:
         if port.pod >= full.pods:
             raise UsageError(f"port {port.host_port} is to be published for pod {port.pod} of {full.pods}")

@@ -173,12 +173,14 @@ class Agent:
     # -- orders
 
     async def start(self, request: worker_pb2.StartPodRequest) -> worker_pb2.PodReply:
-        pod = await self._new(request.fence, request.spec, request.membership, manifest="")
+        pod = await self._new(request.fence, request.spec, request.membership)
         timings = await pod.order("start", 0, lambda: self._once(pod, pod_start.start))
         return worker_pb2.PodReply(status=pod.status(), timings=timings)
 
     async def restore(self, request: worker_pb2.RestorePodRequest) -> worker_pb2.PodReply:
-        pod = await self._new(request.fence, request.spec, request.membership, manifest=request.manifest)
+        pod = await self._new(
+            request.fence, request.spec, request.membership, manifest=request.manifest, checkpoint=request.checkpoint
+        )
         timings = await pod.order("restore", 0, lambda: self._once(pod, restore.restore))
         return worker_pb2.PodReply(status=pod.status(), timings=timings)
 
@@ -200,7 +202,13 @@ class Agent:
         return {}
 
     async def _new(
-        self, fence: worker_pb2.Fence, spec: types_pb2.JobSpec, membership: worker_pb2.Membership, *, manifest: str
+        self,
+        fence: worker_pb2.Fence,
+        spec: types_pb2.JobSpec,
+        membership: worker_pb2.Membership,
+        *,
+        manifest: str = "",
+        checkpoint: str = "",
     ) -> Pod:
         """The pod of this fence, made if it is not there. Raises `Fenced`, `Unavailable`, `Conflict`."""
         await self.admit(fence)
@@ -216,6 +224,7 @@ class Agent:
                 spec=spec.SerializeToString(deterministic=True),
                 membership=membership.SerializeToString(deterministic=True),
                 manifest=manifest,
+                checkpoint=checkpoint,
             )
             pod = Pod(self.node, record)
             pod_record.remove_folder(pod.folder)

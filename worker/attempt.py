@@ -20,7 +20,7 @@ from moorage.barrier.decision import Step
 from moorage.errors import AttemptAborted, Conflict, DeviceFailed, Fenced, MoorageError, NotFound
 from moorage.records import Outcome, Vote
 from moorage.v1 import worker_pb2
-from moorage.worker import attempt_capture, persist, pod_end, pod_gpu, preflight_pod
+from moorage.worker import attempt_capture, hooks, persist, pod_end, pod_gpu, preflight_pod
 from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
@@ -55,6 +55,7 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
     Raises `Conflict` when the pod is in another attempt, or still brings the last one into the store.
     """
     if pod.record.attempt == order.attempt:
+        await _tell(pod, order)
         return worker_pb2.PrepareReply(status=pod.status())
     _done(pod, "prepare", order)
     if not await persist.ended(pod, _PERSIST_SECONDS):
@@ -66,12 +67,20 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
         await pod_gpu.begin(pod, order.attempt)
         async with step("worker.prepare.record"):
             _enter(pod, order)
+        await _tell(pod, order)
     return worker_pb2.PrepareReply(
         status=pod.status(),
         refusals=refusals(found.objections),
         bytes_needed=found.bytes_needed,
         bytes_free=found.bytes_free,
     )
+
+
+async def _tell(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
+    """Let the pod's callbacks run before it is frozen, once, whoever gives the order again."""
+    if pod.record.phase == "preparing":
+        async with step("worker.prepare.hooks"):
+            await hooks.before_checkpoint(pod, order.attempt, order.kind)
 
 
 def refusals(objections: Iterable[Objection]) -> list[worker_pb2.Refusal]:
@@ -266,6 +275,9 @@ async def conclude(pod: Pod, outcome: Outcome) -> None:
 
 async def _run_on(pod: Pod, outcome: Outcome) -> None:
     record = pod.record
+    if not pod.gone:
+        async with step("worker.outcome.hooks"):
+            await asyncio.to_thread(hooks.after_checkpoint, pod, outcome.attempt, outcome.kind)
     async with step("worker.outcome.unseal"):
         await asyncio.to_thread(pod.network.unseal)
     async with step("worker.outcome.thaw"):

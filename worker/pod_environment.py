@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from moorage.errors import UsageError
+from moorage.hooks import DEFAULT_ENVIRONMENT, DEFAULT_EVENTS, ENVIRONMENT_FILE, EVENTS_FILE
 from moorage.v1.types_pb2 import JobSpec
 
 DEFAULT_MASTER_PORT = 29500
@@ -50,6 +51,7 @@ def rank_environment(spec: JobSpec, job: str, pod: int, local_rank: int, pod0_ad
     env.update(spec.env)
     env.update({"MOORAGE_JOB": job, "MOORAGE_JOB_NAME": spec.name, "MOORAGE_POD": str(pod)})
     env["MOORAGE_RANK"] = str(where.rank)
+    env[EVENTS_FILE], env[ENVIRONMENT_FILE] = DEFAULT_EVENTS, DEFAULT_ENVIRONMENT
     if spec.rendezvous:
         env.update(_rendezvous(spec, job, where, pod0_address))
     env.update({name: _expand(name, value, where) for name, value in spec.rank_env.items()})

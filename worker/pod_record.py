@@ -49,6 +49,7 @@ class PodRecord(msgspec.Struct, kw_only=True):
     spec: bytes
     membership: bytes
     manifest: str = ""  # restored from this pod manifest; empty: started afresh
+    checkpoint: str = ""  # and from this checkpoint
     phase: Phase = "starting"
     reason: str = ""
     exit_code: int = 0

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from moorage.errors import MoorageError
-from moorage.worker import pod_gpu, pod_guard, pod_user
+from moorage.worker import hooks, pod_gpu, pod_guard, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.layers import PodLayers
 from moorage.worker.pod import Pod
@@ -73,6 +73,7 @@ def _lay_root(pod: Pod, user: pod_user.User) -> None:
     pod_gpu.lay_proxy(pod, layers.upper)
     layers.mount(pod.opened.image if pod.opened else None)
     write_names(pod)
+    hooks.lay(pod)
     write_bundle(pod, user)
 
 
@@ -111,6 +112,8 @@ def init_config(pod: Pod, user: pod_user.User) -> podinit.InitConfig:
         uid=user.uid,
         gid=user.gid,
         groups=user.groups,
+        events=hooks.EVENTS,
+        hooks=dict(spec.hooks),
     )
 
 

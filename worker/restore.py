@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moorage.errors import CorruptData, MoorageError
 from moorage.store import Content, PodManifest
-from moorage.worker import attempt_capture, fit, journal, pod_gpu, pod_guard, pod_staging, pod_start, pod_user
+from moorage.worker import attempt_capture, fit, hooks, journal, pod_gpu, pod_guard, pod_staging, pod_start, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.files import write_private
 from moorage.worker.guard.messages import JOURNAL_FILE, RankState
@@ -150,6 +150,7 @@ def _lay_root(pod: Pod) -> None:
     pod.opened = pod_user.Opened(pod.spec, user)
     pod.layers.mount(pod.opened.image)
     pod_start.write_names(pod)
+    hooks.lay_restored(pod)
     pod_start.write_bundle(pod, user)
 
 
@@ -185,6 +186,8 @@ async def release(pod: Pod) -> Timings:
     timings: Timings = {}
     if pod.record.phase != "restored":
         return timings
+    async with step("worker.release.hooks"):
+        await asyncio.to_thread(hooks.after_restore, pod)
     async with step("worker.release.unseal"):
         await timed(timings, "unseal", asyncio.to_thread(pod.network.unseal))
     async with step("worker.release.thaw"):

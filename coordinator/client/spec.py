@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from moorage.errors import UsageError
+from moorage.hooks import KINDS
 from moorage.v1 import types_pb2
 
 ON_FAILURE = {"restore": types_pb2.ON_FAILURE_RESTORE, "fail": types_pb2.ON_FAILURE_FAIL}
@@ -72,6 +74,19 @@ def publish(text: str) -> types_pb2.Publish:
     return message
 
 
+def hook_signal(kind: str, name: str | int) -> int:
+    """The number of the signal (``SIGUSR1``, ``USR1`` or a number) for an event. Raises `UsageError`."""
+    if kind not in KINDS:
+        raise UsageError(f"--hook {kind}: no event is called so", f"there are {', '.join(KINDS)}")
+    text = str(name).upper()
+    found = int(text) if text.isdecimal() else getattr(signal, text if text.startswith("SIG") else f"SIG{text}", None)
+    if not isinstance(found, int) or found not in set(signal.Signals):
+        raise UsageError(f"--hook {kind}={name}: no signal is called so", "such as SIGUSR1")
+    if found in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+        raise UsageError(f"--hook {kind}={name}: a program cannot tell this signal apart", "such as SIGUSR1")
+    return int(found)
+
+
 def job_spec(
     command: Sequence[str],
     *,
@@ -100,6 +115,7 @@ def job_spec(
     master_port: int = 0,
     nodes: Iterable[str] = (),
     labels: Mapping[str, str] | None = None,
+    hooks: Mapping[str, str | int] | None = None,
     rank_env: Mapping[str, str] | None = None,
     elastic: bool = False,
 ) -> types_pb2.JobSpec:
@@ -163,6 +179,7 @@ def job_spec(
         master_port=master_port,
         nodes=list(nodes),
         labels=dict(labels or {}),
+        hooks={kind: hook_signal(kind, name) for kind, name in (hooks or {}).items()},
         rank_env=dict(rank_env or {}),
         policy=types_pb2.Policy(
             checkpoint_every_seconds=checkpoint_every,

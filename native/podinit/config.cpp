@@ -50,6 +50,15 @@ bool parse_groups(std::string_view text, std::vector<gid_t>& out) {
   return true;
 }
 
+// KIND NUMBER
+bool parse_hook(std::string_view text, std::map<std::string, int>& out) {
+  const std::size_t space = text.find(' ');
+  int number = 0;
+  if (space == std::string_view::npos || !parse(text.substr(space + 1), number)) return false;
+  out[std::string(text.substr(0, space))] = number;
+  return number > 0 && number <= 64;
+}
+
 bool apply(Config& config, std::string_view name, std::string_view value) {
   RankConfig* rank = config.ranks.empty() ? nullptr : &config.ranks.back();
   if (name == "env") {
@@ -69,6 +78,11 @@ bool apply(Config& config, std::string_view name, std::string_view value) {
     config.cwd = value;
     return true;
   }
+  if (name == "events") {
+    config.events = value;
+    return true;
+  }
+  if (name == "hook") return parse_hook(value, config.hooks);
   if (name == "umask") return parse(value, config.umask, 8);
   if (name == "uid") return parse(value, config.uid);
   if (name == "gid") return parse(value, config.gid);

@@ -4,6 +4,7 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,8 @@ struct Config {
   std::vector<gid_t> groups;
   mode_t umask = 022;
   std::int64_t grace_ms = 10'000;
+  std::string events;              // the file that tells of checkpoints and restores
+  std::map<std::string, int> hooks;  // kind of event: signal for the ranks
   std::vector<RankConfig> ranks;
 };
 

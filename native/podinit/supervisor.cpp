@@ -19,6 +19,7 @@ namespace moorage {
 namespace {
 
 constexpr int kReaderPollMs = 50;
+constexpr int kPoke = SIGURG;  // look at the file of events; ignored by whoever does not know it
 constexpr int kForwarded[] = {SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2};
 
 std::int64_t monotonic_ms() {
@@ -31,6 +32,7 @@ int open_signals() {
   sigset_t set;
   sigemptyset(&set);
   sigaddset(&set, SIGCHLD);
+  sigaddset(&set, kPoke);
   for (const int number : kForwarded) sigaddset(&set, number);
   sigprocmask(SIG_BLOCK, &set, nullptr);
   signal(SIGPIPE, SIG_IGN);
@@ -39,7 +41,8 @@ int open_signals() {
 
 }  // namespace
 
-Supervisor::Supervisor(const Config& config, int output) : config_(config), writer_(output) {}
+Supervisor::Supervisor(const Config& config, int output)
+    : config_(config), writer_(output), hooks_(config.events, config.hooks) {}
 
 int Supervisor::run() {
   signals_ = open_signals();
@@ -90,7 +93,11 @@ void Supervisor::start_all() {
 void Supervisor::take_signals() {
   signalfd_siginfo info{};
   while (read(signals_, &info, sizeof info) == static_cast<ssize_t>(sizeof info)) {
-    if (info.ssi_signo != SIGCHLD) signal_ranks(static_cast<int>(info.ssi_signo));
+    if (info.ssi_signo == kPoke) {
+      tell_ranks();
+    } else if (info.ssi_signo != SIGCHLD) {
+      signal_ranks(static_cast<int>(info.ssi_signo));
+    }
   }
   // Not only after SIGCHLD: one that came before the signalfd existed would be missed, and the call is cheap.
   reap();
@@ -128,6 +135,15 @@ void Supervisor::signal_ranks(int number) {
     if (rank.pid <= 0 || rank.exited) continue;
     // The group exists only once the child has called setsid.
     if (kill(-rank.pid, number) != 0) kill(rank.pid, number);
+  }
+}
+
+// Only the ranks themselves, not what they started, and only those that have a handler.
+void Supervisor::tell_ranks() {
+  for (const int number : hooks_.take()) {
+    for (const Rank& rank : ranks_) {
+      if (rank.pid > 0 && !rank.exited && catches(rank.pid, number)) kill(rank.pid, number);
+    }
   }
 }
 

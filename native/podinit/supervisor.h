@@ -10,6 +10,7 @@
 
 #include "config.h"
 #include "frames.h"
+#include "hooks.h"
 
 namespace moorage {
 
@@ -44,6 +45,7 @@ class Supervisor {
   void reap();
   void exited(Rank& rank, int status);
   void signal_ranks(int number);
+  void tell_ranks();
   void enforce_grace();
   bool produce();
   bool pass_on(Rank& rank, Stream& stream);
@@ -54,6 +56,7 @@ class Supervisor {
 
   const Config& config_;
   FrameWriter writer_;
+  Hooks hooks_;
   int signals_ = -1;
   std::vector<Rank> ranks_;
   std::size_t turn_ = 0;

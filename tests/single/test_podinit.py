@@ -182,3 +182,48 @@ def test_a_configuration_that_is_wrong_is_named_without_its_content(tmp_path: Pa
     assert why in frames[0].payload.decode()
     assert b"SECRET" not in frames[0].payload
     assert frames[-1].number == 125
+
+
+def test_each_line_of_the_file_of_events_is_one_signal_for_ranks_that_listen(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    listens = python(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: os.write(1, b'before\\n'))\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: os.write(1, b'after\\n'))\n"
+        "os.write(1, b'up\\n')\n"
+        "while True: time.sleep(60)\n"
+    )
+    deaf = podinit.Rank(rank=1, argv=["sh", "-c", "echo up; exec sleep 60"])
+    hooks = {"before-checkpoint": signal.SIGUSR1, "after-restore": signal.SIGUSR2}
+    init = Init(tmp_path, [listens, deaf], events=str(events), hooks=hooks)
+    pid = init.pid
+    seen = b""
+
+    def until(text: bytes, count: int) -> None:
+        nonlocal seen
+        while seen.count(text) < count:
+            got = os.read(init.read_end, 65536)
+            assert got, seen
+            seen += got
+
+    def told(*lines: str) -> None:
+        (tmp_path / "new").write_text("".join(f"{line}\n" for line in lines))
+        (tmp_path / "new").rename(events)
+        for _ in range(3):  # once too often does no harm
+            os.kill(pid, signal.SIGURG)
+
+    until(b"up\n", 2)  # both ranks stand, and the first has its handlers
+    told("1 before-checkpoint 7 {}")
+    until(b"before\n", 1)
+    told("1 before-checkpoint 7 {}", "2 after-checkpoint 7 {}", "no line", "3 before-checkpoint 8 {}", "4 cut-sh")
+    until(b"before\n", 2)
+    told("3 before-checkpoint 8 {}", "5 after-restore 2 {}")
+    until(b"after\n", 1)
+    os.kill(pid, signal.SIGTERM)
+    with os.fdopen(init.read_end, "rb") as file:
+        seen += file.read()
+    init.process.wait(20)
+    assert (seen.count(b"before\n"), seen.count(b"after\n")) == (2, 1)
+    # The rank without handlers lived until it was told to end.
+    codes = {found.frame.rank: found.frame.number for found in scan(seen) if found.frame.kind == Kind.EXITED}
+    assert codes == {0: 128 + signal.SIGTERM, 1: 128 + signal.SIGTERM}

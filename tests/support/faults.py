@@ -238,6 +238,7 @@ WORKERS = [
             f"worker.{step}"
             for step in (
                 "prepare.record",
+                "prepare.hooks",
                 "freeze.cgroup",
                 "freeze.drain",
                 "seal.network",
@@ -245,6 +246,7 @@ WORKERS = [
                 "capture.layer",
                 "capture.record",
                 "vote.captured",
+                "outcome.hooks",
                 "outcome.unseal",
                 "outcome.thaw",
                 "persist.images",
@@ -279,6 +281,7 @@ WORKERS_RESTORE = [
                 "restore.fetch",
                 "restore.layers",
                 "restore.rebuild",
+                "release.hooks",
                 "release.unseal",
                 "release.thaw",
                 "kill.processes",

@@ -186,6 +186,11 @@ class PodLayers:
                 mount_overlay(layer, crashed=crashed, lower=lower)
 
     @property
+    def view(self) -> PodView:
+        """The pod's files as it sees them. The overlays must be mounted."""
+        return self._view
+
+    @property
     def mountpoints(self) -> tuple[str, ...]:
         """Where the pod has layers of its own, ``/`` first."""
         return tuple(layer.mountpoint for layer in self._layers)

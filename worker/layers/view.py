@@ -66,6 +66,30 @@ class PodView:
                 raise
             raise NotFound(f"{path} in the pod goes through too many symlinks") from None
 
+    def read(self, path: str, limit: int) -> bytes:
+        """The first ``limit`` bytes of a regular file; no symlink in its last part. Raises `NotFound`, `OSError`."""
+        fd = self.open(path, follow=False)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise NotFound(f"{path} in the pod is no file")
+            opened = reopen(fd, os.O_RDONLY)
+        finally:
+            os.close(fd)
+        with os.fdopen(opened, "rb") as file:
+            return file.read(limit)
+
+    def names(self, folder: str) -> list[str]:
+        """What a folder holds. Raises `NotFound`, `OSError`."""
+        fd = self.open(folder)
+        try:
+            opened = reopen(fd, os.O_RDONLY | os.O_DIRECTORY)
+        finally:
+            os.close(fd)
+        try:
+            return os.listdir(opened)  # noqa: PTH208 - of a descriptor
+        finally:
+            os.close(opened)
+
     def _resolve(self, path: str, follow: bool) -> tuple[str, int]:
         # The open folders from the root to where we are; `..` goes back one.
         trail: list[tuple[str, int]] = [("/", self._root("/"))]

@@ -4,6 +4,8 @@ The file is a list of fields, each ended by a NUL byte, so that the program need
 
     moorage-init 1
     cwd PATH | umask OCTAL | uid N | gid N | groups N,N,… | grace_ms N     (each in one field: name, space, value)
+    events PATH                 the file that tells of checkpoints and restores
+    hook KIND NUMBER …          signal for the ranks at each event of this kind
     env NAME=VALUE …            common to all ranks
     rank N                      opens a rank; the fields behind it are that rank's
     argv ARGUMENT …             in order
@@ -48,6 +50,8 @@ class InitConfig:
     gid: int = 0
     groups: Sequence[int] = ()
     umask: int = 0o022
+    events: str = ""
+    hooks: Mapping[str, int] = dataclasses.field(default_factory=dict)  # kind of event: signal
     grace_seconds: float = 10.0  # between SIGTERM and SIGKILL for the other ranks, when one has failed
 
 
@@ -61,6 +65,8 @@ def encode(config: InitConfig) -> bytes:
         f"gid {config.gid}",
         "groups " + ",".join(map(str, config.groups)),
         f"grace_ms {round(config.grace_seconds * 1000)}",
+        *([f"events {config.events}"] if config.events else []),
+        *(f"hook {kind} {number}" for kind, number in config.hooks.items()),
         *(f"env {name}={value}" for name, value in config.env.items()),
     ]
     for rank in config.ranks:

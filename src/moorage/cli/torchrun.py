@@ -88,6 +88,7 @@ def make_spec(launch: Launch, *, gpus: int) -> types_pb2.JobSpec:
         image=options["image"],
         mounts=options["mount"],
         publish_ports=options["publish"],
+        hooks=pairs(options["hook"], "--hook"),
         shm_bytes=size(options["shm_size"], "--shm-size"),
         cpus=options["cpus"],
         memory_bytes=size(options["memory"], "--memory"),

@@ -75,6 +75,7 @@ _OWN = frozenset(
         "cpus",
         "memory",
         "publish",
+        "hook",
         "on",
         "gpus_per_pod",
         "output",
@@ -215,6 +216,7 @@ def parser() -> argparse.ArgumentParser:
     own("--shm-size", default="0")
     own("--cpus", type=float, default=0.0)
     own("--memory", default="0")
+    own("--hook", action="append", default=[], help="EVENT=SIGNAL for the ranks: before-checkpoint, after-restore, …")
     own("--publish", action="append", default=[], help="[POD@]HOST_PORT[:POD_PORT][/udp]")
     own("--on", default="", help="only on these nodes: NODE,NODE")
     own("--gpus-per-pod", type=int, default=None, help="GPUs of each node (as many as ranks, where nodes have GPUs)")

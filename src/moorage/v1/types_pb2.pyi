@@ -241,6 +241,26 @@ class JobSpec(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class HooksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class RankEnvEntry(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
@@ -281,6 +301,7 @@ class JobSpec(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
     AS_ROOT_FIELD_NUMBER: _builtins.int
+    HOOKS_FIELD_NUMBER: _builtins.int
     RANK_ENV_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     owner: _builtins.str
@@ -323,6 +344,10 @@ class JobSpec(_message.Message):
         """place on these nodes only; empty: anywhere"""
 
     @_builtins.property
+    def hooks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """kind of event (before-checkpoint, after-restore, …): signal that every rank gets"""
+
+    @_builtins.property
     def rank_env(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """macros ${rank}, ${local_rank}, … are replaced (torchrun's role variables)"""
 
@@ -350,11 +375,12 @@ class JobSpec(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         nodes: _abc.Iterable[_builtins.str] | None = ...,
         as_root: _builtins.bool = ...,
+        hooks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         rank_env: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_root", b"as_root", "command", b"command", "cpus", b"cpus", "env", b"env", "gpus_per_pod", b"gpus_per_pod", "image", b"image", "labels", b"labels", "master_port", b"master_port", "memory_bytes", b"memory_bytes", "mounts", b"mounts", "name", b"name", "nodes", b"nodes", "owner", b"owner", "pods", b"pods", "policy", b"policy", "publish", b"publish", "rank_env", b"rank_env", "ranks_per_pod", b"ranks_per_pod", "rendezvous", b"rendezvous", "shm_bytes", b"shm_bytes", "user", b"user", "working_directory", b"working_directory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_root", b"as_root", "command", b"command", "cpus", b"cpus", "env", b"env", "gpus_per_pod", b"gpus_per_pod", "hooks", b"hooks", "image", b"image", "labels", b"labels", "master_port", b"master_port", "memory_bytes", b"memory_bytes", "mounts", b"mounts", "name", b"name", "nodes", b"nodes", "owner", b"owner", "pods", b"pods", "policy", b"policy", "publish", b"publish", "rank_env", b"rank_env", "ranks_per_pod", b"ranks_per_pod", "rendezvous", b"rendezvous", "shm_bytes", b"shm_bytes", "user", b"user", "working_directory", b"working_directory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
