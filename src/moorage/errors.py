@@ -18,7 +18,8 @@
      ├─ Forbidden               213  the caller may not do this
      ├─ JobFailed               214  the job ended without an exit code of its own
      ├─ Fenced                  215  a newer leader or incarnation exists; the caller is stale
-     └─ DeviceFailed            216  a GPU or its driver answered with an error
+     ├─ DeviceFailed            216  a GPU or its driver answered with an error
+     └─ Differs                  216  a rehearsed job did not compute the same, or was not restored
 
 The message is one line that names the thing; ``hint`` is one line that says what to do. The command line prints
 both and exits with ``exit_code``; gRPC carries them in the trailing metadata key ``moorage-error-bin``.
@@ -156,6 +157,13 @@ class DeviceFailed(MoorageError):
 
     exit_code = 216
     grpc_status = "INTERNAL"
+
+
+class Differs(MoorageError):
+    """A rehearsed job did not compute the same, or was not restored at all."""
+
+    exit_code = 217
+    grpc_status = "ABORTED"
 
 
 class WireError(msgspec.Struct, frozen=True):

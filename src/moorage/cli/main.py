@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from moorage import __version__
-from moorage.cli import certs, checkpoints, cluster, compat, fleet, jobs, launch, node, store, top, torchrun
+from moorage.cli import certs, checkpoints, cluster, compat, fleet, jobs, launch, node, rehearse, store, top, torchrun
 from moorage.cli.options import config_file, global_flags
 from moorage.errors import MoorageError, UsageError
 
@@ -97,6 +97,7 @@ for _command in (
     checkpoints.pin,
     checkpoints.unpin,
     compat.compat,
+    rehearse.rehearse,
     cluster.status,
     cluster.doctor,
     cluster.coordinator,
