@@ -113,7 +113,8 @@ def start(cluster: DevCluster, told: Told) -> Job:
         hooks=SIGNALS,
         nodes=["node-1", "node-2"],
     )
-    wait_for(lambda: told.lines, "the job did not start", 60)
+    wait_for(lambda: told.lines or job.status().over, "the job did not start", 60)
+    assert told.lines, b"".join(line.data for line in job.logs()).decode() + job.status().reason
     return job
 
 
