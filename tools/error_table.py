@@ -32,7 +32,6 @@ CURES = {
     "JobFailed": "`moorage logs JOB` and `moorage events JOB` say why it ended.",
     "DeviceFailed": "See what the driver says of that GPU (`nvidia-smi`, `dmesg`); drain the node if it stays so.",
     "Fenced": "Nothing: a newer coordinator or incarnation has taken over, and this one has stopped in time.",
-    "DeviceFailed": "`moorage events JOB` says what the driver answered; the job goes on from its last checkpoint.",
     "Differs": "The report says where; docs/rehearse.md says how to tell a restore's fault from the job's own.",
 }
 
