@@ -51,28 +51,29 @@ class Layout:
     def place(self, rank: int) -> tuple[int, int, int]:
         return rank % TENSOR, rank // TENSOR % PIPELINE, rank // (TENSOR * PIPELINE)
 
-    def step(self, rank: int) -> list[dict[Lane, int]]:
-        """The calls of one step, in order; forward through the stages and back."""
+    def step(self, rank: int) -> list[tuple[int, dict[Lane, int]]]:
+        """The calls of one step, in order, each with its thread: forward through the stages, and back."""
         stage = self.place(rank)[1]
         _, tensor, pipeline, data = ((c.communicator, c.member) for c in self.creations(rank))
-        calls: list[dict[Lane, int]] = []
+        calls: list[tuple[int, dict[Lane, int]]] = []
         for _ in range(MICRO_BATCHES):
-            for direction in (1, -1):
+            for thread, direction in ((0, 1), (1, -1)):
                 before, after = stage - direction, stage + direction
                 if 0 <= before < PIPELINE:
-                    calls.append({Lane(*pipeline, "receive", before): 1})
-                calls += [{Lane(*tensor, "collective"): 1}] * (2 * LAYERS)
+                    calls.append((thread, {Lane(*pipeline, "receive", before): 1}))
+                calls += [(thread, {Lane(*tensor, "collective"): 1})] * (2 * LAYERS)
                 if 0 <= after < PIPELINE:
-                    calls.append({Lane(*pipeline, "send", after): 1})
-        calls += [{Lane(*data, "collective"): 1}] * BUCKETS
-        calls.append({Lane("world", rank, "collective"): 1})
+                    calls.append((thread, {Lane(*pipeline, "send", after): 1}))
+        calls += [(1, {Lane(*data, "collective"): 1})] * BUCKETS
+        calls.append((0, {Lane("world", rank, "collective"): 1}))
         return calls
 
 
 class SimulatedRank:
-    """A gate, and a thread that issues call after call and is held where the gate is closed."""
+    """A gate, and one or two threads that issue call after call, in turns, and are held where the gate is closed."""
 
-    def __init__(self, layout: Layout, rank: int, ahead: int) -> None:
+    def __init__(self, layout: Layout, rank: int, ahead: int, threads: int) -> None:
+        self.threads = threads
         self.gate = Gate(rank, self.let_in)
         for creation in layout.creations(rank):
             ticket = self.gate.enter(0, {}, (creation,))
@@ -85,7 +86,8 @@ class SimulatedRank:
 
     def issue(self) -> bool:
         """The next call; False: it is held."""
-        ticket = self.gate.enter(0, self.calls[self.at % len(self.calls)])
+        thread, lanes = self.calls[self.at % len(self.calls)]
+        ticket = self.gate.enter(thread if self.threads > 1 else 0, lanes)
         if not self.gate.settle(ticket, self.gate.look()):
             return False
         self.at += 1
@@ -124,10 +126,10 @@ class Loopback:
         return self.reports.decode(answer)
 
 
-def attempt(layout: Layout, seed: int, skew: int) -> dict[str, float]:
+def attempt(layout: Layout, seed: int, skew: int, threads: int = 1) -> dict[str, float]:
     """One attempt at ranks whose threads are up to ``skew`` calls apart; times in seconds."""
     rng = random.Random(seed)
-    ranks = [SimulatedRank(layout, rank, rng.randrange(skew + 1)) for rank in range(layout.ranks)]
+    ranks = [SimulatedRank(layout, rank, rng.randrange(skew + 1), threads) for rank in range(layout.ranks)]
     before = sum(rank.at for rank in ranks)
     transport = Loopback(ranks)
     rounds = Rounds(range(layout.ranks), attempt=1, cut=Cut(Settings(), seed=seed))
@@ -175,17 +177,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the protocol of the cut alone.")
     parser.add_argument("--ranks", type=int, default=1024, help=f"a multiple of {TENSOR * PIPELINE}")
     parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--threads", type=int, default=1, help="2: another one issues what belongs to the way back")
     arguments = parser.parse_args()
     layout = Layout(arguments.ranks)
     step = max(len(layout.step(rank)) for rank in range(layout.ranks))
     runs = []
     for seed in range(arguments.times):
-        runs.append(attempt(layout, seed, step))
+        runs.append(attempt(layout, seed, step, arguments.threads))
         print(f"{seed + 1}: " + ", ".join(f"{name} {value:.4g}" for name, value in runs[-1].items()), file=sys.stderr)
     times = dict(spreads(runs))
     report = Report(
         bench="nccl_quiesce",
-        figures={"protocol": {"ranks": layout.ranks, "times": len(runs), "calls_apart_at_most": step, **times}},
+        figures={
+            "protocol": {
+                "ranks": layout.ranks,
+                "threads": arguments.threads,
+                "times": len(runs),
+                "calls_apart_at_most": step,
+                **times,
+            }
+        },
         versions=versions("msgspec"),
         targets=[
             Target(f"protocol alone, {layout.ranks} ranks, median", times["cut_seconds"]["median"], "s", "<=", TARGET),
