@@ -57,6 +57,10 @@ bench: setup ## measure barrier and store (bench/results); fails when a target i
 test-gpu: setup $(STAMPS)/torch ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
+.PHONY: packages
+packages: setup ## a .deb and a tarball of CRIU, runc, etcd and nft for Debian 12, 13 and Ubuntu 24.04 (build/packages)
+	$(PY) tools/packages.py --into build/packages
+
 .PHONY: lint
 lint: $(STAMPS)/installed ## ruff and mypy
 	$(BIN)/ruff check .

@@ -1,0 +1,122 @@
+"""Tokens, units and the authority, without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moorage import jointoken, machine, trust
+from moorage.access import Gate
+from moorage.config import WorkerConfig, to_toml
+from moorage.errors import Conflict, Forbidden, NotFound, UsageError
+from moorage.jointoken import JoinToken
+from moorage.tls import TlsFiles
+from moorage.v1 import coordinator_pb2 as pb
+
+TOKEN = JoinToken(coordinators=["10.0.0.1:7300"], ca=b"ca", certificate=b"cert", key=b"key", node="n1")
+
+
+def test_a_token_is_one_word_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    text = TOKEN.encode()
+    assert len(text.split()) == 1
+    assert jointoken.decode(f" {text}\n") == TOKEN
+    (tmp_path / "token").write_text(text + "\n")
+    assert jointoken.read(str(tmp_path / "token")) == TOKEN
+    assert jointoken.read("-", text) == TOKEN
+
+
+@pytest.mark.parametrize("text", ["", "moorage-join-1.", "moorage-join-1.AAAA", TOKEN.encode()[:-9], "x" * 300])
+def test_what_is_no_token_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(UsageError, match="join token"):
+        jointoken.decode(text)
+
+
+def test_a_token_in_the_command_line_is_refused() -> None:
+    with pytest.raises(UsageError, match="every user of this machine"):
+        jointoken.read(TOKEN.encode())
+    with pytest.raises(NotFound):
+        jointoken.read("/nonexistent")
+
+
+@pytest.mark.parametrize(
+    ("host", "name"), [("gpu-17.example.org", "gpu-17"), ("Rack_3", "rack-3"), ("...", "node"), ("a" * 80, "a" * 48)]
+)
+def test_a_node_is_called_as_its_host(host: str, name: str) -> None:
+    assert machine.node_name(host) == name
+
+
+def test_the_unit_keeps_pods_when_the_worker_is_restarted(tmp_path: Path) -> None:
+    text = machine.unit("c", tmp_path / "a b" / "worker.toml")
+    assert "KillMode=process\n" in text
+    assert "Type=notify\n" in text
+    assert f"--config {tmp_path}/a\\x20b/worker.toml\n" in text
+
+
+def test_the_settings_of_a_node_that_joined_are_a_workers() -> None:
+    reply = pb.JoinReply(
+        cluster="c", node="n1", etcd_endpoints=["10.0.0.1:2379"], store="s3://bucket/x", lease_seconds=7,
+        store_settings='{"region":"eu-1"}',
+    )  # fmt: skip
+    config = machine.settings_of(machine.Plan(node="n1", address="10.0.0.9", state="/var/lib/moorage"), reply)
+    assert isinstance(config, WorkerConfig)
+    assert (config.listen, config.lease_seconds, config.store_settings.region) == ("10.0.0.9:7400", 7, "eu-1")
+    assert "[etcd.tls]" in to_toml(config)
+
+
+def pem(tls: TlsFiles) -> dict[str, list[bytes]]:
+    """What gRPC says of a connection with this certificate."""
+    return {"x509_pem_cert": [Path(tls.cert).read_bytes()]}
+
+
+def test_an_authority_issues_rotates_lists_and_revokes(tmp_path: Path) -> None:
+    authority = tmp_path / "ca"
+    trust.create_authority(authority, "test")
+    with pytest.raises(Conflict):
+        trust.create_authority(authority, "test")
+    ann = trust.issue(authority, tmp_path / "ann", "user:ann", role="read")
+    first = pem(ann)
+    assert Gate.identify(first)[:2] == ("user:ann", "read")
+    trust.rotate(authority, tmp_path / "ann")
+    second = pem(ann)
+    assert second != first
+    assert Gate.identify(second)[:2] == ("user:ann", "read")
+    assert [entry.principal for entry in trust.listing(authority)] == ["user:ann", "user:ann"]
+
+    server = trust.issue(authority, tmp_path / "server", "coordinator")
+    gate = Gate(server)
+    gate.check(first)
+    trust.revoke(authority, trust.listing(authority)[0].serial)
+    (tmp_path / "server" / "crl.pem").write_bytes((authority / "crl.pem").read_bytes())
+    fresh = Gate(server)
+    with pytest.raises(Forbidden, match="was revoked"):
+        fresh.check(first)
+    fresh.check(second)
+    assert [len(trust.revoke(authority, "user:ann")), *(e.revoked > 0 for e in trust.listing(authority))] == [
+        1, True, True, False,
+    ]  # fmt: skip
+    with pytest.raises(NotFound):
+        trust.revoke(authority, "user:ann")
+    with pytest.raises(Forbidden, match="revoked"):
+        trust.rotate(authority, tmp_path / "ann")
+    for path in (authority, tmp_path / "ann"):
+        assert {file.stat().st_mode & 0o077 for file in path.iterdir()} == {0}
+
+
+def test_a_revocation_list_of_another_authority_changes_nothing(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        trust.create_authority(tmp_path / name, name)
+    server = trust.issue(tmp_path / "one", tmp_path / "server", "coordinator")
+    ann = trust.issue(tmp_path / "one", tmp_path / "ann", "user:ann")
+    with pytest.raises(Forbidden, match="not signed"):
+        trust.read_crl((tmp_path / "two" / "crl.pem").read_bytes(), Path(server.ca).read_bytes())
+    (tmp_path / "server" / "crl.pem").write_bytes((tmp_path / "two" / "crl.pem").read_bytes())
+    Gate(server).check(pem(ann))
+
+
+def test_an_expired_certificate_is_refused_although_its_connection_still_stands(tmp_path: Path) -> None:
+    trust.create_authority(tmp_path / "ca", "test")
+    server = trust.issue(tmp_path / "ca", tmp_path / "server", "coordinator")
+    old = trust.issue(tmp_path / "ca", tmp_path / "old", "user:ann", days=-0.001)
+    with pytest.raises(Forbidden, match="has run out"):
+        Gate(server).check(pem(old))
