@@ -261,8 +261,8 @@ def test_nobody_runs_as_somebody_else_and_no_path_leads_past_its_owners_rights(
             assert SECRET not in str(list(refused.logs()))
         given = folder / "given"
         given.write_text(SECRET)
-        options = {"mounts": [f"{folder}:/x", f"{given}:/y:ro"], "image": "/"}
-        let = ann.run(["/bin/cat", "/x/given", "/y"], name="let", working_directory="/tmp", **options)
+        mounts = [f"{folder}:/x", f"{given}:/y:ro"]
+        let = ann.run(["/bin/cat", "/x/given", "/y"], name="let", working_directory="/tmp", image="/", mounts=mounts)
         assert let.wait(timeout=30).exit_code == 0, let.status().reason
         assert SECRET in str(list(let.logs()))
         assert given.read_text() == SECRET  # what is taken away at the end is the mount alone
