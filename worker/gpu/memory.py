@@ -205,7 +205,7 @@ class PodMemory:
 
     def take(self, processes: list[SavedProcess], blocks: dict[BlockName, Block]) -> None:
         """The memory of processes that CRIU brings back; `bring_back` waits for them."""
-        self.expected = {process.process: process for process in processes}
+        self.expected = {p.process: p for p in processes if p.process not in self.processes}
         self.blocks.update(blocks)
         self._away = True
 

@@ -1,0 +1,220 @@
+"""The GPU broker with a GPU made of host memory: what it saves and brings back, and what happens when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from moorage.errors import CorruptData, DeadlineExceeded, DeviceFailed, MoorageError, NoCapacity, NotFound, Unavailable
+from moorage.store import Store
+from moorage.store_settings import StoreSettings
+from moorage.worker.gpu import messages as m
+from moorage.worker.gpu.blocks import SavedMemory
+from moorage.worker.gpu.broker import Broker, Devices
+from moorage.worker.gpu.device import CHUNK
+from moorage.worker.gpu.main import serve
+from tests.support.fake_gpu import FakeDevice, FakeDriver, FakeProcess, content, memory
+
+NONE = StoreSettings()
+
+
+class Rig:
+    """A broker, its device, a store and a folder for sockets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.device = FakeDevice()
+        self.location = str(folder / "store")
+        self.store = Store.open(self.location, create=True)
+        self.broker = Broker(Devices(lambda _: self.device, lambda _: 0), FakeDriver)  # type: ignore[arg-type]
+
+    async def attach(self, pod: str) -> Path:
+        path = self.folder / f"{pod}.sock"
+        await self.broker.do(m.Attach(pod, str(path), 1, ["GPU-1"]))
+        return path
+
+    async def known(self, pod: str, size: int) -> None:
+        """Wait until the broker has been told of so many bytes."""
+        async with asyncio.timeout(20):
+            while (await self.broker.do(m.Look(pod))).bytes_total != size:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    async def save(self, pod: str, attempt: int) -> m.Answer:
+        """A whole checkpoint of a pod that runs on."""
+        await self.broker.do(m.Begin(pod, attempt, self.location, NONE, "test", 0))
+        await self.broker.do(m.Quiesce(pod, attempt, 5.0))
+        await self.broker.do(m.Capture(pod, attempt))
+        await self.broker.do(m.BringBack(pod, 5.0))
+        saved = await self.broker.do(m.Persist(pod, attempt))
+        await self.broker.do(m.Forget(pod, attempt))
+        return saved
+
+
+def run(tmp_path: Path, test: Callable[[Rig], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        FakeDriver.states.clear()
+        async with asyncio.timeout(60):
+            await test(Rig(tmp_path))
+
+    asyncio.run(bounded())
+
+
+def numbers(seed: int, chunks: int) -> bytes:
+    return random.Random(seed).randbytes(chunks * CHUNK)
+
+
+def test_memory_is_saved_once_and_comes_back_in_another_process(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        one, two = numbers(1, 3), numbers(2, 1) + bytes(2 * CHUNK) + numbers(2, 1)
+        process = FakeProcess(await rig.attach("pod"), {1: memory(one), 2: memory(two)})
+        await rig.known("pod", len(one) + len(two))
+        first = await rig.save("pod", 1)
+        assert first.bytes_new == 4 * CHUNK, "zeros and the chunk that is there twice take no room"
+        assert (process.level, process.evicted) == (0, False) and FakeDriver.states[os.getpid()] == "running"
+        assert content(process.blocks[1]) == one and content(process.blocks[2]) == two
+        os.pwrite(process.blocks[2], b"changed", CHUNK)  # within the zeros
+        second = await rig.save("pod", 2)
+        assert second.bytes_new == CHUNK
+        after = content(process.blocks[2])
+        restored = process.restored(await rig.attach("next"))
+        await process.end()
+        assert second.memory is not None
+        await rig.broker.do(m.Fill("next", rig.location, NONE, second.memory, second.contents))
+        await rig.broker.do(m.BringBack("next", 5.0))
+        assert content(restored.blocks[1]) == one and content(restored.blocks[2]) == after
+        await rig.broker.do(m.Detach("pod"))
+        await rig.broker.do(m.Detach("next"))
+        await restored.end()
+        assert rig.device.mapped == 0
+
+    run(tmp_path, test)
+
+
+@pytest.mark.parametrize("step", ["open", "digests", "stage"])
+def test_a_device_that_fails_in_the_pause_costs_the_attempt_and_not_the_job(tmp_path: Path, step: str) -> None:
+    async def test(rig: Rig) -> None:
+        data = numbers(3, 2)
+        process = FakeProcess(await rig.attach("pod"), {1: memory(data)})
+        await rig.known("pod", len(data))
+        await rig.broker.do(m.Begin("pod", 1, rig.location, NONE, "test", 0))
+        await rig.broker.do(m.Quiesce("pod", 1, 5.0))
+        rig.device.broken = step
+        with pytest.raises(DeviceFailed, match=step):
+            await rig.broker.do(m.Capture("pod", 1))
+        rig.device.broken = ""
+        await rig.broker.do(m.BringBack("pod", 5.0))
+        await rig.broker.do(m.Forget("pod", 1))
+        assert content(process.blocks[1]) == data and process.level == 0
+        assert rig.device.mapped == 0
+        assert (await rig.save("pod", 2)).bytes_new == len(data)
+        await process.end()
+
+    run(tmp_path, test)
+
+
+def test_a_copy_that_does_not_fit_is_said_and_the_job_runs_on(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        process = FakeProcess(await rig.attach("pod"), {1: memory(numbers(4, 4))})
+        await rig.known("pod", 4 * CHUNK)
+        rig.device.room = 5 * CHUNK
+        with pytest.raises(NoCapacity, match="8 MiB of device memory changed"):
+            await rig.save("pod", 1)
+        await rig.broker.do(m.BringBack("pod", 5.0))
+        assert process.level == 0 and not process.evicted
+        await process.end()
+
+    run(tmp_path, test)
+
+
+def test_a_process_that_does_not_come_to_rest_is_named_and_all_run_on(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        path = await rig.attach("pod")
+        one, two = FakeProcess(path, {1: memory(bytes(CHUNK))}), FakeProcess(path, {1: memory(bytes(CHUNK))})
+        await rig.known("pod", 2 * CHUNK)
+        two.refuses = -1
+        await rig.broker.do(m.Begin("pod", 1, rig.location, NONE, "test", 0))
+        with pytest.raises(DeadlineExceeded, match=r"process 77 \(fake\).*cuMemcpyDtoH_v2"):
+            await rig.broker.do(m.Quiesce("pod", 1, 0.5))
+        async with asyncio.timeout(10):
+            while one.level or two.level:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert not one.evicted and not two.evicted
+        await one.end()
+        await two.end()
+
+    run(tmp_path, test)
+
+
+def test_damaged_memory_is_found_before_any_process_has_it(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        data = numbers(5, 2)
+        process = FakeProcess(await rig.attach("pod"), {1: memory(data)})
+        await rig.known("pod", len(data))
+        saved = await rig.save("pod", 1)
+        for pack in (tmp_path / "store" / "packs").iterdir():
+            with pack.open("r+b") as file:
+                file.seek(CHUNK)
+                file.write(b"damage")
+        await rig.attach("next")
+        assert saved.memory is not None
+        with pytest.raises(CorruptData, match="does not match its digest"):
+            await rig.broker.do(m.Fill("next", rig.location, NONE, saved.memory, saved.contents))
+        with pytest.raises(CorruptData, match="lacks the device memory"):
+            await rig.broker.do(m.Fill("next", rig.location, NONE, saved.memory, {}))
+        assert rig.device.mapped == 0
+        await process.end()
+
+    run(tmp_path, test)
+
+
+def test_a_restored_process_that_does_not_come_is_named(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        process = FakeProcess(await rig.attach("pod"), {1: memory(numbers(6, 1))})
+        await rig.known("pod", CHUNK)
+        saved = await rig.save("pod", 1)
+        await process.end()
+        await rig.attach("next")
+        assert saved.memory is not None
+        await rig.broker.do(m.Fill("next", rig.location, NONE, saved.memory, saved.contents))
+        with pytest.raises(Unavailable, match=r"process 77 \(fake\) did not connect"):
+            await rig.broker.do(m.BringBack("next", 0.2))
+
+    run(tmp_path, test)
+
+
+def test_a_broker_that_was_replaced_knows_nothing_and_says_so(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        await rig.attach("pod")
+        with pytest.raises(NotFound, match="attempt 3"):
+            await rig.broker.do(m.Persist("pod", 3))
+        with pytest.raises(NotFound, match="does not know other"):
+            await rig.broker.do(m.Look("other"))
+
+    run(tmp_path, test)
+
+
+def test_orders_travel_over_the_socket_and_errors_come_back_as_they_were(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        from moorage.worker.gpu.client import BrokerClient
+
+        ready = asyncio.Event()
+        serving = asyncio.create_task(serve(tmp_path, rig.broker, ready.set))
+        await ready.wait()
+        client = BrokerClient(tmp_path)
+        with pytest.raises(NotFound, match="does not know pod"):
+            await client.ask(m.Look("pod"))
+        await client.ask(m.Attach("pod", str(tmp_path / "pod.sock"), 1, ["GPU-1"]))
+        with pytest.raises(MoorageError, match="serves 1 pods"):
+            await client.ask(m.Exit())
+        await client.ask(m.Fill("pod", rig.location, NONE, SavedMemory(), {}))
+        await client.ask(m.Detach("pod"))
+        await client.ask(m.Exit())
+        await serving
+        await client.close()
+
+    run(tmp_path, test)
