@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from moorage.compat import Found, JobFingerprint, Verdict, job_from, judge, loaded
+from moorage.compat import FileMark, Found, JobFingerprint, Verdict, job_from, judge, loaded
 from moorage.compat.fingerprint import SeenFile
 from moorage.errors import Incompatible
 from moorage.store import PodManifest
@@ -22,19 +23,11 @@ def verdict(node: Node, job: JobFingerprint) -> Verdict:
 def find(node: Node, job: JobFingerprint) -> Found:
     """What this node has of what the pod needs."""
     with NodeFiles(job.image, job.layers, job.mounts) as files:
-        seen: dict[str, SeenFile] = {}
-        for mark in (*job.files, *(job.model.index if job.model else ())):
-            fd = files.open(mark.path)
-            if fd is None:
-                continue
-            try:
-                size = os.fstat(fd).st_size
-                digest = node.digests.of(fd, sampled=mark.live)[1] if size == mark.size else ""
-                seen[mark.path] = SeenFile(size=size, digest=digest)
-            except OSError:
-                continue  # it cannot be read: as good as absent
-            finally:
-                os.close(fd)
+        marks = (*job.files, *(job.model.index if job.model else ()))
+        # Side by side: a restore waits for this, and the first time gigabytes may have to be read.
+        with ThreadPoolExecutor(min(8, node.cpus), "digests") as pool:
+            looked = pool.map(lambda mark: _look(node, files, mark), marks)
+            seen = {mark.path: found for mark, found in zip(marks, looked, strict=True) if found is not None}
         packages = {
             rule: version
             for rule, package in job.packages.items()
@@ -49,6 +42,20 @@ def find(node: Node, job: JobFingerprint) -> Found:
         sources=tuple(mount.source for mount in job.mounts if Path(mount.source).exists()),
         image=not job.image or Path(job.image).is_dir(),
     )
+
+
+def _look(node: Node, files: NodeFiles, mark: FileMark) -> SeenFile | None:
+    """What is under a path; None for nothing, or nothing that can be read."""
+    fd = files.open(mark.path)
+    if fd is None:
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        return SeenFile(size=size, digest=node.digests.of(fd, sampled=mark.live)[1] if size == mark.size else "")
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 def _metadata_name(rule: str, name: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from moorage.compat import FileMark, JobFingerprint, ModelMark, MountMark, Package, loaded, model
+from moorage.compat import FileMark, Gpu, JobFingerprint, ModelMark, MountMark, Package, loaded, model
 from moorage.compat.digests import Digests
 from moorage.errors import CorruptData
 from moorage.worker.guard.files import write_private
@@ -112,7 +112,7 @@ def build(pod: Pod, seen: Seen) -> JobFingerprint:
         packages = {rule: look.package(hit) for rule, hit in hits.items() if hit is not None}
         found = JobFingerprint(
             node=node,
-            gpus=node.gpus[: spec.gpus_per_pod],
+            gpus=_used(node.gpus, pod.record.gpus, spec.gpus_per_pod),
             **packages,
             model=look.model(seen.model) if seen.model else None,
             image=spec.image,
@@ -123,6 +123,12 @@ def build(pod: Pod, seen: Seen) -> JobFingerprint:
     with contextlib.suppress(OSError):
         pod.node.digests.save()
     return found
+
+
+def _used(gpus: Sequence[Gpu], uuids: Sequence[str], count: int) -> tuple[Gpu, ...]:
+    """The GPUs that a pod has, of all of its node."""
+    bare = {uuid.removeprefix("GPU-") for uuid in uuids}
+    return tuple(gpu for gpu in gpus if gpu.uuid.removeprefix("GPU-") in bare) or tuple(gpus[:count])
 
 
 class _Look:
