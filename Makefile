@@ -29,7 +29,7 @@ help: ## list these targets
 setup: $(STAMPS)/installed runtime ## all that moorage needs to run here: packages, .venv, CRIU, runc, etcd
 
 .PHONY: test
-test: lint proto-check native-test setup $(STAMPS)/torch ## all checks and tests, with real etcd, CRIU and runc
+test: lint proto-check native-test setup $(STAMPS)/torch $(STAMPS)/ray ## all checks and tests, with real etcd, CRIU and runc
 	$(PY) -m pytest -n $(TEST_JOBS) $(PYTEST_ARGS)
 
 .PHONY: demo
@@ -117,6 +117,11 @@ runtime: | $(STAMPS)/installed ## lay CRIU, runc, etcd, nft and ip under /opt/mo
 $(STAMPS)/torch: | $(STAMPS)/installed
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install -qq torch==2.13.0
 	$(BIN)/python -m pip install -qq --editable '.[demo]'
+	touch $@
+
+# Ray is for the tests of moorage.ray and their examples only (a wheel of 70 MB).
+$(STAMPS)/ray: pyproject.toml | $(STAMPS)/installed
+	$(BIN)/python -m pip install -qq --editable '.[ray]'
 	touch $@
 
 .PHONY: clean

@@ -124,8 +124,9 @@ async def submit(leader: Leader, request: pb.SubmitRequest, caller: Identity, ow
             resumed = await _meet(leader, holder, request, trace)
             if resumed is not None:
                 return resumed
-        leader.plan_for(spec, on=())
-        return await _create(leader, job, spec, request.request_id, trace)
+        on = tuple(request.on)
+        leader.plan_for(spec, on=on)
+        return await _create(leader, job, spec, request.request_id, trace, on)
 
 
 def _repeated(leader: Leader, request: str) -> Job | None:
@@ -169,7 +170,7 @@ async def _meet(leader: Leader, holder: Job, request: pb.SubmitRequest, trace: s
     return None
 
 
-async def _create(leader: Leader, job: str, spec: JobSpec, request: str, trace: str) -> Job:
+async def _create(leader: Leader, job: str, spec: JobSpec, request: str, trace: str, on: tuple[str, ...]) -> Job:
     if (written := await leader.load(job)) is not None:
         return written  # the answer to its creation was lost
     held = await leader.etcd.get(leader.keys.name(spec.name))
@@ -183,6 +184,7 @@ async def _create(leader: Leader, job: str, spec: JobSpec, request: str, trace: 
         trace=trace,
         request=request,
         policies=leader.policies,
+        on=on,
     )
     persistence = Persistence(leader.etcd, leader.keys, leader.leadership, job, 0)
     await persistence.create(state, spec.SerializeToString(deterministic=True), found, held)

@@ -37,7 +37,12 @@ def _lacks_torch() -> str:
     return "" if importlib.util.find_spec("torch") else "needs torch (`make test` installs it)"
 
 
-_LACKS = {"root": _lacks_root, "gpu": _lacks_gpu, "torch": _lacks_torch}
+@functools.cache
+def _lacks_ray() -> str:
+    return "" if importlib.util.find_spec("ray") else "needs Ray (`make test` installs it)"
+
+
+_LACKS = {"root": _lacks_root, "gpu": _lacks_gpu, "torch": _lacks_torch, "ray": _lacks_ray}
 
 
 @pytest.hookimpl(trylast=True)

@@ -67,12 +67,16 @@ class AsyncClient(FleetCalls):
         """Close the connection."""
         await self.connection.close()
 
-    async def submit(self, spec: types_pb2.JobSpec, *, if_exists: str = "fail") -> AsyncJob:
-        """Submit a job as `job_spec` or `torchrun_spec` made it. Returns when it is accepted."""
+    async def submit(self, spec: types_pb2.JobSpec, *, if_exists: str = "fail", on: Iterable[str] = ()) -> AsyncJob:
+        """Submit a job as `job_spec` or `torchrun_spec` made it. Returns when it is accepted.
+
+        ``on``: the nodes that it starts on. Unlike the spec's ``nodes`` they bind no later restore or move.
+        """
         request = pb.SubmitRequest(
             spec=spec,
             if_exists=choice(IF_EXISTS, if_exists, "--if-exists"),  # type: ignore[arg-type]
             request_id=request_id(),
+            on=list(on),
         )
         job = await self.connection.call("Submit", request)
         return AsyncJob(self, job.id)

@@ -127,9 +127,9 @@ class Client:
         """The settings in use."""
         return self._client.config
 
-    def submit(self, spec: types_pb2.JobSpec, *, if_exists: str = "fail") -> Job:
-        """Submit a job as `job_spec` or `torchrun_spec` made it."""
-        return Job(self._loop, self._loop.run(self._client.submit(spec, if_exists=if_exists)))
+    def submit(self, spec: types_pb2.JobSpec, *, if_exists: str = "fail", on: Iterable[str] = ()) -> Job:
+        """Submit a job as `job_spec` or `torchrun_spec` made it; ``on``: the nodes that it starts on."""
+        return Job(self._loop, self._loop.run(self._client.submit(spec, if_exists=if_exists, on=on)))
 
     def run(self, command: Sequence[str], *, if_exists: str = "fail", **options: Any) -> Job:
         """Run ``command`` once in each pod; ``options`` are those of `job_spec`."""

@@ -52,8 +52,9 @@ def new_job(
     trace: str = "",
     request: str = "",
     policies: Policies = DEFAULT,
+    on: tuple[str, ...] = (),
 ) -> tuple[JobState, list[Instruction]]:
-    """The first state of a job, and what to write and to do with it."""
+    """The first state of a job, and what to write and to do with it. ``on``: the nodes that it is to start on."""
     state = JobState(
         serial=1,
         job=job,
@@ -64,7 +65,7 @@ def new_job(
         policy=policy,
         reason="waits for nodes",
         created=now,
-        bringup=BringUp(cause="submit", ordered=now, trace=trace),
+        bringup=BringUp(cause="submit", ordered=now, on=on, trace=trace),
     )
     t = Turn(state, now, policies)
     t.remember(request, "submit")

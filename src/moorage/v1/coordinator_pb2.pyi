@@ -139,21 +139,27 @@ class SubmitRequest(_message.Message):
     SPEC_FIELD_NUMBER: _builtins.int
     IF_EXISTS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ON_FIELD_NUMBER: _builtins.int
     if_exists: _types_pb2.IfExists.ValueType
     request_id: _builtins.str
     """the same id again returns the job of the first call"""
     @_builtins.property
     def spec(self) -> _types_pb2.JobSpec: ...
+    @_builtins.property
+    def on(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """where it starts; unlike spec.nodes it binds nothing that comes later"""
+
     def __init__(
         self,
         *,
         spec: _types_pb2.JobSpec | None = ...,
         if_exists: _types_pb2.IfExists.ValueType = ...,
         request_id: _builtins.str = ...,
+        on: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["if_exists", b"if_exists", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["if_exists", b"if_exists", "on", b"on", "request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
