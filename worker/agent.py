@@ -37,9 +37,11 @@ from moorage.worker import (
 )
 from moorage.worker.agent_hub import PodKey
 from moorage.worker.agent_node import Node
+from moorage.worker.guard.files import guard_alive
 from moorage.worker.pod import Pod
 from moorage.worker.pod_fence import Seen
 from moorage.worker.pod_record import PodRecord
+from moorage.worker.sandbox.cgroup import PodCgroup
 
 log = structlog.get_logger(__name__)
 _REFRESH_SECONDS = 1.0
@@ -66,6 +68,23 @@ class Agent:
             pod_staging.memory_root(self.node.config.cluster, self.node.name),
             {pod.memory_staging.name for pod in self.pods.values()},
         )
+
+    async def hold(self) -> None:
+        """Freeze the running pods that have no guard, before anything else: until one is back, nobody would see that
+        the node's lease has run out. The guard that adopts such a pod lets it run on, if it may."""
+        await asyncio.gather(*(self._hold(pod) for pod in self.pods.values()))
+
+    @staticmethod
+    async def _hold(pod: Pod) -> None:
+        if pod.record.phase != "running" or guard_alive(pod.folder):
+            return
+        cgroup = PodCgroup(pod.cgroup)
+        if cgroup.processes():
+            try:
+                await cgroup.freeze()
+                log.warning("the pod has no guard and is frozen until one is back", pod=pod.label)
+            except MoorageError as error:
+                log.warning("the pod has no guard and is not frozen", pod=pod.label, error=str(error))
 
     async def adopt(self) -> None:
         """Connect to the guards of all pods found, replace dead ones, go on with what the earlier worker had begun."""

@@ -136,6 +136,7 @@ class _Daemon:
         )
         agent = Agent(node)
         agent.load()
+        await agent.hold()
         registry = make("worker", lambda: metrics.read(agent, registration, lambda: self._ready))
         server = rpc.aio_server(Gate(config.tls, log_refused), Calls(registry))
         watch = Watch(config.metrics, config.tls, registry, lambda: self._trouble(registration))

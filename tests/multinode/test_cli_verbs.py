@@ -32,7 +32,7 @@ sys.exit(int(live.joinpath("end").read_text()))
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    with DevCluster(nodes=3, lease_seconds=5) as made:
+    with DevCluster(nodes=3, lease_seconds=10) as made:
         yield made
 
 

@@ -196,7 +196,7 @@ def test_a_placement_avoids_what_does_not_fit(cluster: DevCluster, hosts: Hosts,
     assert "the kernel is 3.10.0 there" in told and "CRIU is 4.0 there" in told and "riscv64" in told
     cluster.stop(home)  # its guard freezes the pod, and the job is restored elsewhere
     try:
-        job.until(lambda info: info.phase == "running" and info.incarnation == 2, timeout=60)
+        job.until(lambda info: info.phase == "running" and info.incarnation == 2, timeout=180)
         assert {pod.node for pod in job.status().pods} == {good}
     finally:
         cluster.start(home)

@@ -61,7 +61,7 @@ class Counter:
 
     def assert_right(self) -> None:
         """One nonce for all of its life, and a result without a gap or a repetition."""
-        info = self.job.wait(timeout=60)
+        info = self.job.wait(timeout=180)
         assert (info.phase, info.exit_code) == ("finished", 0), [event.sentence for event in self.job.events()]
         [nonce] = {nonce for nonce, _ in self.lines()}
         counted = (self.work / "counted").read_text().splitlines()
@@ -72,7 +72,7 @@ class Counter:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    with DevCluster(nodes=8, lease_seconds=5, slots=5) as made:
+    with DevCluster(nodes=8, lease_seconds=10, slots=5) as made:
         yield made
 
 
@@ -110,7 +110,7 @@ def test_ten_jobs_leave_four_nodes_two_at_a_time_while_another_node_dies(cluster
     client = cluster.client()
     jobs = [Counter(client, cluster.folder, f"count-{number}", pods=1) for number in range(10)]
     for counter in jobs:
-        counter.job.until(lambda job: job.phase == "running", timeout=60)
+        counter.job.until(lambda job: job.phase == "running", timeout=180)
         counter.until_it_counts()
     doomed = next(counter for counter in jobs if counter.job.status().pods[0].node == "node-8")
     for counter in jobs:
@@ -142,7 +142,7 @@ def test_ten_jobs_leave_four_nodes_two_at_a_time_while_another_node_dies(cluster
     for move in [move for wave in ran["waves"] for move in wave["moves"]]:
         assert move["state"] == "moved", move
         assert move["name"] in lost_target or move["placed"] == move["target"], move
-    doomed.job.until(lambda job: job.phase == "running" and job.incarnation > 1, timeout=60)
+    doomed.job.until(lambda job: job.phase == "running" and job.incarnation > 1, timeout=180)
     for counter in jobs:
         counter.until_it_counts()
         assert counter.job.status().pods[0].node in ("node-5", "node-6", "node-7")
@@ -165,7 +165,7 @@ def test_jobs_that_have_no_other_place_are_named_before_anything_is_touched(clus
     bound = Counter(client, cluster.folder, "bound", pods=1, nodes=["node-1"])
     free = Counter(client, cluster.folder, "free", pods=1, nodes=["node-2", "node-5"])
     for counter in (wide, bound, free):
-        counter.job.until(lambda job: job.phase == "running", timeout=60)
+        counter.job.until(lambda job: job.phase == "running", timeout=180)
     if free.job.status().pods[0].node != "node-2":
         free.job.move(to=["node-2"])
     line = ("drain", "-l", "node in (node-1,node-2,node-3,node-4)", "--parallel", "2")
@@ -200,7 +200,7 @@ def test_a_drain_that_is_interrupted_stands_still_and_goes_on_when_it_is_repeate
     here = cluster.nodes[:2]
     jobs = [Counter(client, cluster.folder, f"stop-{node}", pods=1) for node in here]
     for counter, node in zip(jobs, here, strict=True):
-        counter.job.until(lambda job: job.phase == "running", timeout=60)
+        counter.job.until(lambda job: job.phase == "running", timeout=180)
         counter.job.move(to=[node])
     line = ("drain", *here, "-y")
     process = moorage(cluster, *line)

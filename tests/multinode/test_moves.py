@@ -14,7 +14,7 @@ pytestmark = pytest.mark.root
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[DevCluster]:
-    with DevCluster(nodes=3, lease_seconds=5) as made:
+    with DevCluster(nodes=3, lease_seconds=20) as made:
         yield made
 
 

@@ -85,7 +85,7 @@ def job(cluster: DevCluster, folder: Path) -> Iterator[Any]:
             working_directory=str(folder),
             env={"TOKEN": SECRET},
         )
-        started.until(lambda found: found.phase == "running", timeout=30)
+        started.until(lambda found: found.phase == "running", timeout=120)
         yield started
 
 
@@ -255,7 +255,7 @@ def test_nobody_runs_as_somebody_else_and_no_path_leads_past_its_owners_rights(
             {"image": str(hidden / "open")},
         ):
             refused = ann.run(["/bin/cat", "/x/file"], name="curious", working_directory=str(folder), **options)
-            ended = refused.wait(timeout=30)
+            ended = refused.wait(timeout=120)
             assert ended.phase == "failed"
             assert "may not reach" in ended.reason, ended.reason
             assert SECRET not in str(list(refused.logs()))

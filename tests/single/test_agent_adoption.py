@@ -322,3 +322,25 @@ def test_a_worker_that_is_stopped_leaves_its_pods_running(rig: WorkerRig) -> Non
     assert rig.cgroup("left").processes()
     rig.start_worker()
     asyncio.run(after())
+
+
+def test_a_pod_that_lost_its_worker_and_its_guard_stands_from_the_next_workers_first_step_on(rig: WorkerRig) -> None:
+    async def main() -> None:
+        async with rig.orders() as orders:
+            await orders.start("alone", counter_spec())
+            await orders.until_output("alone", lambda text: len(steps(text)) > 5)
+            rig.kill_worker()
+            for pid in rig.guards():
+                os.kill(pid, signal.SIGKILL)
+            assert rig.cgroup("alone").state() != "frozen", "nobody is there to freeze it"
+            rig.etcd.kill_member()  # no guard can be told a deadline
+            starting = asyncio.create_task(asyncio.to_thread(rig.start_worker))
+            await asyncio.to_thread(wait_for, lambda: rig.cgroup("alone").state() == "frozen", "the freezing")
+            await asyncio.to_thread(rig.etcd.start_member)
+            await starting
+            seen = len(steps(await orders.output("alone")))
+            text = await orders.until_output("alone", lambda text: len(steps(text)) > seen + 5)
+            assert in_order(steps(text))
+            await orders.kill("alone")
+
+    asyncio.run(main())

@@ -81,7 +81,7 @@ def test_events_are_followed_until_the_job_is_over(tell: Callable[..., None]) ->
         following = asyncio.create_task(follow())
         await cluster.until(job, "running")
         cluster.pod(job, 0).exit(0)
-        kinds = await asyncio.wait_for(following, 10)
+        kinds = await asyncio.wait_for(following, 60)
         assert kinds[0] == "job.submitted"
         assert kinds[-1] == "job.finished"
         assert len(kinds) == len(set(kinds))
@@ -110,7 +110,7 @@ def test_logs_go_on_across_a_restore_and_end_with_the_job(tell: Callable[..., No
         await cluster.poll(lambda: {c.pod for c in chunks if c.incarnation == 2} == {0, 1})
         for number in (0, 1):
             cluster.pod(job, number).exit(0)
-        await asyncio.wait_for(following, 10)
+        await asyncio.wait_for(following, 60)
         one = [c async for c in cluster.stream("ReadLogs", pb.LogsRequest(job=job, rank=1))]
         assert not one, "the fake worker archives nothing"
         with pytest.raises(UsageError, match="no rank 2"):

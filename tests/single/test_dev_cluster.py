@@ -26,7 +26,7 @@ from tests.support.cluster import DevCluster
 
 pytestmark = pytest.mark.root
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -169,14 +169,14 @@ def test_candidates_lead_one_after_the_other_in_the_order_they_came(etcd: Etcd) 
             assert (await client.txn([first.compare()], [op.put("/elect/w", b"0")])).succeeded
             await sessions[0].close()
             assert first.lost.is_set()
-            leader = await asyncio.wait_for(second, 20)
+            leader = await asyncio.wait_for(second, 60)
             assert not third.done()
             assert leader.epoch > first.epoch
             assert not (await client.txn([first.compare()], [op.put("/elect/w", b"0")])).succeeded
             assert (await client.txn([leader.compare()], [op.put("/elect/w", b"1")])).succeeded
             await leader.resign()
             assert leader.lost.is_set()
-            last = await asyncio.wait_for(third, 20)
+            last = await asyncio.wait_for(third, 60)
             assert last.epoch > leader.epoch
             for session in sessions[1:]:
                 await session.close()
@@ -216,7 +216,7 @@ def test_a_candidate_whose_session_is_lost_is_told(etcd: Etcd) -> None:
             await _candidates(client, prefix, 2)
             await client.lease_revoke(two.lease)
             with pytest.raises(Unavailable):
-                await asyncio.wait_for(waiting, 20)
+                await asyncio.wait_for(waiting, 60)
             await first.resign()
 
     asyncio.run(main())

@@ -52,7 +52,7 @@ def test_metrics_health_and_readiness_of_a_cluster(tmp_path: Path) -> None:
         coordinator = f"{record.gateway}:{record.metrics_port}"
         worker = f"{record.node('node-1').address}:{WORKER_METRICS_PORT}"
         job = cluster.client().run(["/bin/sleep", "1000"], name="sleeps", working_directory=str(tmp_path))
-        job.until(lambda info: info.phase == "running", timeout=60)
+        job.until(lambda info: info.phase == "running", timeout=180)
         job.checkpoint()
         for address in (coordinator, worker):
             assert ask.get(address, "/healthz") == ask.get(address, "/readyz") == "ok\n"

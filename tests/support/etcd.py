@@ -23,7 +23,7 @@ from moorage.runtime import programs
 from moorage.trust import TlsFiles, create_authority, issue
 
 ROOT_PASSWORD = "root-secret"
-START_SECONDS = 30.0
+START_SECONDS = 90.0
 
 
 class Etcd:

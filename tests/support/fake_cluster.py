@@ -24,7 +24,7 @@ from moorage.v1.coordinator_pb2_grpc import CoordinatorAsyncStub
 from tests.support.etcd import Etcd
 from tests.support.fake_worker import FakeNode, FakePod
 
-WAIT = 20.0
+WAIT = 60.0
 
 
 class FakeCluster:

@@ -55,7 +55,7 @@ class PingPong:
         reached = self.verdict().reached
         return min((reached.get(rank, 0) for rank in range(self.pods)), default=0)
 
-    def until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
+    def until(self, done: Callable[[], bool], seconds: float = 150.0) -> None:
         """Wait for something that only the witness file tells. Raises AssertionError when time runs out."""
         deadline = time.monotonic() + seconds
         while not done():
@@ -91,7 +91,7 @@ class PingPong:
 
         ``anew``: it may have begun again from nothing, because it had no checkpoint when it lost a pod.
         """
-        info = self.job.wait(timeout=120)
+        info = self.job.wait(timeout=240)
         assert (info.phase, info.exit_code) == ("finished", 0), [e.sentence for e in self.job.events()]
         verdict = self.verdict()
         assert verdict.sound, verdict.faults

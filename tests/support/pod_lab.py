@@ -186,14 +186,14 @@ async def pod_lab(base: Path, **changes: Any) -> AsyncIterator[PodLab]:
             await member.remove()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until something that no event announces is so."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
-async def until_event(client: GuardClient, wanted: Callable[[GuardEvent], bool], seconds: float = 20.0) -> GuardEvent:
+async def until_event(client: GuardClient, wanted: Callable[[GuardEvent], bool], seconds: float = 60.0) -> GuardEvent:
     """The first event (the status of now included) for which ``wanted`` holds. Raises `Unavailable` when the guard
     ends before it, as an operation would."""
     async with asyncio.timeout(seconds):
@@ -207,7 +207,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run one asynchronous test with a deadline."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(240):
             await test()
 
     asyncio.run(bounded())

@@ -54,7 +54,7 @@ _MOST_PODS = 8
 NODE = "node-1"
 #: No VXLAN packet is ever sent to it: there is one node.
 ADDRESS = "10.255.255.1"
-WAIT_SECONDS = 30.0
+WAIT_SECONDS = 90.0
 
 #: Counts as fast as told; says each number; a number twice or left out would show in its output.
 COUNTER = """\
