@@ -38,9 +38,13 @@ def trial(
     world: type[World] = World,
     cut: type[Cut] = Cut,
     settings: Settings | None = None,
+    deadline: float = Settings().deadline,
     is_ordered: bool | None = None,
 ) -> Trial:
-    """Run the program of ``seed``; everything follows from the seed alone."""
+    """Run the program of ``seed``; everything follows from the seed alone.
+
+    ``deadline``: for programs without an end, in seconds of the simulated job. A few need more than 20.
+    """
     if is_ordered is None:
         is_ordered = seed % DISORDERED != 0
     rng = random.Random(f"instants {seed}")
@@ -49,8 +53,8 @@ def trial(
         program = looping(seed, brisk=brisk)
         instants = [program.last + rng.randrange(4 * program.calls) for _ in range(rng.choice((1, 1, 2)))]
         if brisk:
-            settings = settings or Settings(deadline=20.0, patience=2.0, dry=2.0)
-        settings = settings or Settings(deadline=20.0, patience=0.005, dry=0.005)
+            settings = settings or Settings(deadline=deadline, patience=2.0, dry=2.0)
+        settings = settings or Settings(deadline=deadline, patience=0.005, dry=0.005)
     elif is_ordered:
         program = ordered(seed)
         kinds = {"calls": ("call", "create", "destroy"), "creations": ("create",), "streams": ("stream waits",)}

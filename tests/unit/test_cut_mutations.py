@@ -52,7 +52,7 @@ def dies(mutant: Mutant) -> bool:
         return bool(written(cut))
     if written is not None:
         return any(cases.try_case(written, seed, world=world, cut=cut) for seed in CASES)
-    return any(trial(seed, world=world, cut=cut).problems for seed in PROGRAMS)
+    return any(trial(seed, world=world, cut=cut, deadline=20.0).problems for seed in PROGRAMS)
 
 
 @pytest.mark.parametrize("mutant", [*gates.WORLDS, *rules.CUTS], ids=lambda mutant: mutant.__name__)
