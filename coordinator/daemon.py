@@ -27,6 +27,7 @@ from moorage.coordinator.machine import Policies
 from moorage.coordinator.metrics import Metrics
 from moorage.coordinator.persist import LeadershipLost
 from moorage.coordinator.predecessor import Predecessor
+from moorage.coordinator.restored import HINT, OlderEtcdError
 from moorage.coordinator.service import CoordinatorService
 from moorage.errors import Conflict, MoorageError, UsageError
 from moorage.observe.calls import Calls
@@ -40,14 +41,18 @@ log = structlog.get_logger(__name__)
 
 _GRACE_SECONDS = 1.0
 _RETRY_SECONDS = 0.5
+_OLDER_SECONDS = 5.0
 
 failpoints.declare("coordinator.take-up.before")
 
 
-def run(config: CoordinatorConfig) -> None:
-    """Run a coordinator until it is told to end. Raises `MoorageError` when it cannot start."""
+def run(config: CoordinatorConfig, *, accept_older: bool = False) -> None:
+    """Run a coordinator until it is told to end. Raises `MoorageError` when it cannot start.
+
+    ``accept_older``: etcd was restored from a backup; give up what it has forgotten (`restored.accept`).
+    """
     configure_logging()
-    asyncio.run(_until_signal(config))
+    asyncio.run(_until_signal(config, accept_older))
 
 
 def configure_logging() -> None:
@@ -66,12 +71,12 @@ def configure_logging() -> None:
     )
 
 
-async def _until_signal(config: CoordinatorConfig) -> None:
+async def _until_signal(config: CoordinatorConfig, accept_older: bool) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with Predecessor(Path(config.state), config.cluster) as predecessor:
-        await _until_stopped(Coordinator(config, predecessor=predecessor), stop)
+        await _until_stopped(Coordinator(config, predecessor=predecessor, accept_older=accept_older), stop)
 
 
 async def _until_stopped(coordinator: Coordinator, stop: asyncio.Event) -> None:
@@ -92,9 +97,15 @@ class Coordinator:
     """One coordinator process: `run` ends only when cancelled. ``port`` is set once it listens."""
 
     def __init__(
-        self, config: CoordinatorConfig, policies: Policies | None = None, *, predecessor: Predecessor | None = None
+        self,
+        config: CoordinatorConfig,
+        policies: Policies | None = None,
+        *,
+        predecessor: Predecessor | None = None,
+        accept_older: bool = False,
     ) -> None:
         self._config = config
+        self._accept_older = accept_older
         self._policies = policies
         self._predecessor = predecessor
         self._keys = Keys(config.cluster)
@@ -164,6 +175,10 @@ class Coordinator:
                     await leadership.resign()
         except LeadershipLost:
             log.warning("leadership lost")
+        except OlderEtcdError as error:
+            self.service.older = str(error)
+            log.error("not leading: etcd is older than the cluster", found=str(error), way_out=HINT)
+            await asyncio.sleep(_OLDER_SECONDS)
         except MoorageError as error:
             log.warning("not leading", error=str(error))
         await asyncio.sleep(_RETRY_SECONDS)
@@ -171,7 +186,8 @@ class Coordinator:
     async def _lead(self, etcd: EtcdClient, store: Store, leadership: Leadership) -> None:
         await failpoints.hit("coordinator.take-up.before")
         leader = Leader(self._config, etcd, store, leadership, self._policies, told=self.metrics.told)
-        self.service.leader = leader
+        self.service.leader, self.service.older = leader, ""
+        leader.accept_older, self._accept_older = self._accept_older, False
         try:
             await leader.run()
         finally:

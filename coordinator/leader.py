@@ -14,7 +14,7 @@ from moorage.barrier.client import EtcdClient
 from moorage.barrier.crl import Publisher
 from moorage.barrier.election import Leadership
 from moorage.config import CoordinatorConfig
-from moorage.coordinator import attempt_orders, fit, orders, planner, uploads, watch_pods
+from moorage.coordinator import attempt_orders, fit, orders, planner, restored, uploads, watch_pods
 from moorage.coordinator.audit import Audit
 from moorage.coordinator.capacity import NOTHING, Need, need_of
 from moorage.coordinator.checkpoints import Checkpoints
@@ -62,6 +62,7 @@ class Leader:
         self.workers = Workers(self.nodes, config.tls)
         self.jobs: dict[str, Job] = {}
         self.checkpoints = Checkpoints(self)
+        self.accept_older = False  # give up what an etcd that was restored from an older backup has forgotten
         self.cordons = Cordons(self)
         self.drains = Drains(self)
         self.loaded = asyncio.Event()
@@ -69,9 +70,15 @@ class Leader:
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._watchers: dict[str, asyncio.Task[Any]] = {}
         self._over = asyncio.Event()
+        self.older: restored.OlderEtcdError | None = None
         self._promised: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.audit = Audit(etcd, self.keys, leadership)
         self.crl = Publisher(etcd, self.keys, config.authority)
+
+    def refuse(self, older: restored.OlderEtcdError) -> None:
+        """Lead no more: etcd is not to be believed."""
+        self.older = older
+        self.stop()
 
     @property
     def remote_store(self) -> bool:
@@ -103,6 +110,8 @@ class Leader:
             self.loaded.set()
             log.info("leading", epoch=self.epoch, jobs=len(self.jobs), nodes=sorted(self.nodes.live))
             await self._until_lost(self._over.wait())
+            if self.older:
+                raise self.older
             raise LeadershipLost
         finally:
             self._over.set()
@@ -147,6 +156,10 @@ class Leader:
 
     async def _take_up(self) -> None:
         await self.nodes.list()
+        if self.accept_older:
+            await restored.accept(self)
+        else:
+            await restored.check(self)
         await self.cordons.load()
         listing = await self.etcd.list(self.keys.jobs, keys_only=True)
         names = [

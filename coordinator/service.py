@@ -22,6 +22,7 @@ from moorage.coordinator.job import Job
 from moorage.coordinator.leader import Leader
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.state import job_of
+from moorage.coordinator.restored import HINT
 from moorage.coordinator.service_fleet import FleetService
 from moorage.coordinator.workers import NodeGone
 from moorage.errors import Conflict, Incompatible, NotFound, Unavailable, UsageError
@@ -40,10 +41,13 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         self._config = config
         self.leader: Leader | None = None
         self.leader_address = ""
+        self.older = ""  # why this coordinator does not lead although it could: etcd is older than the cluster
 
     def _leading(self) -> Leader:
         if self.leader is not None and self.leader.leading:
             return self.leader
+        if self.older:
+            raise Conflict(self.older, HINT)
         other = self.leader_address
         hint = (
             f"the leader is {other}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from moorage.coordinator import restored
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.workers import NodeGone
 from moorage.errors import Fenced, MoorageError
@@ -58,6 +59,11 @@ async def _follow(leader: Leader, node: str, *, once: bool = False) -> None:
         if not listed:
             expected.discard((status.job, status.pod, status.incarnation))
         if (job := leader.jobs.get(status.job)) is not None:
+            try:
+                restored.seen(leader, node, status.job, status.incarnation)
+            except restored.OlderEtcdError as older:
+                leader.refuse(older)
+                return
             job.status(status)
 
 

@@ -14,12 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import grpc
+
 from moorage import Client
+from moorage.barrier.etcdpb import POOL, rpc_pb2
 from moorage.config import ClientConfig, load
 from moorage.dev import cluster as dev
-from moorage.dev import control, layout
+from moorage.dev import control, layout, roles
 from moorage.dev.supervisor import Running
 from moorage.store_settings import StoreSettings
+from moorage.trust import TlsFiles
 from tests.support import leftovers
 
 _numbers = itertools.count(1)
@@ -137,6 +141,21 @@ class DevCluster:
     def client(self) -> Client:
         """A client; closed when the cluster goes."""
         return self._clients.enter_context(Client(config=self.config, patience=self._client_patience))
+
+    def impatient(self) -> Client:
+        """A client that takes the first answer; the caller closes it."""
+        return Client(config=self.config, patience=1.0)
+
+    def etcd_leader(self) -> str:
+        """The role of the etcd member that leads."""
+        ca, cert, key = TlsFiles.in_folder(roles.etcd_admin(self.record)).read()
+        for name, (port, _) in zip(roles.etcd_names(self.record), self.record.etcd_ports, strict=True):
+            credentials = grpc.ssl_channel_credentials(ca, key, cert)
+            with grpc.secure_channel(f"{self.record.gateway}:{port}", credentials) as channel:
+                status = POOL.stub("etcdserverpb.Maintenance")(channel).Status(rpc_pb2.StatusRequest(), timeout=5)
+            if status.leader == status.header.member_id:
+                return name
+        raise AssertionError("no etcd member leads")
 
     def node_folder(self, node: str) -> Path:
         """The state folder of a node's worker."""

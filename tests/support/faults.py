@@ -30,6 +30,10 @@ NOT_REACHED: dict[str, str] = (
         for side in ("before", "after")
     }
     | {
+        f"coordinator.accept.{side}": "an etcd from a backup: tests/unit/test_restored.py has the decision"
+        for side in ("before", "after")
+    }
+    | {
         f"{step}.{side}": "the stores here are folders; tests/multinode/test_remote_store.py kills there"
         for step in ("upload.packs", "upload.index", "upload.manifest", "coordinator.upload.complete")
         for side in ("before", "after")

@@ -190,12 +190,17 @@ def add(name: Name = "dev", output: Output = None) -> None:
     print(node.name) if form == "table" else write({"name": name, "node": node.name}, form)
 
 
-def coordinator(config: Config) -> None:
+def coordinator(
+    config: Config,
+    accept_older_etcd: Annotated[
+        bool, typer.Option("--accept-older-etcd", help="Give up what a restored etcd has forgotten; jobs are parked.")
+    ] = False,
+) -> None:
     """Run a coordinator (the daemon)."""
     from moorage.config import CoordinatorConfig, load
     from moorage.coordinator.daemon import run
 
-    run(load(config, CoordinatorConfig))
+    run(load(config, CoordinatorConfig), accept_older=accept_older_etcd)
 
 
 def worker(config: Config) -> None:
