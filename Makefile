@@ -40,7 +40,7 @@ demo: setup $(STAMPS)/torch ## a training job loses a node and goes on bit for b
 .PHONY: demo-s3
 demo-s3: setup $(STAMPS)/torch ## the same, with the store encrypted on an S3 server and all local copies deleted
 	mkdir -p build
-	$(PY) examples/node_loss/demo.py --s3
+	$(PY) examples/node_loss/demo.py --s3 --timeout 900
 
 BENCHES := $(filter-out __init__ report gpu_%,$(basename $(notdir $(wildcard bench/*.py))))
 

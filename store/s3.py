@@ -31,6 +31,7 @@ from moorage.store_settings import StoreSettings
 T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
+_AHEAD = 4 << 20
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
 _CLOCK_SECONDS = 300.0
@@ -327,18 +328,28 @@ class S3Sink:
 
 
 class S3Source:
-    """An object whose size is known. See `backend.Source`."""
+    """An object whose size is known. See `backend.Source`.
+
+    Reads ahead: chunks that belong together lie together, and a request costs more than the bytes behind the ones asked
+    for. For one thread at a time, as its readers use it.
+    """
 
     def __init__(self, backend: S3Backend, name: str, size: int) -> None:
         self._backend = backend
         self._name = name
         self._size = size
+        self._at = 0  # where what was read ahead begins
+        self._ahead = b""
 
     def read_into(self, offset: int, buffer: memoryview) -> int:
         length = min(len(buffer), self._size - offset)
         if length <= 0:
             return 0
-        buffer[:length] = self._backend.read_range(self._name, offset, length)
+        if not self._at <= offset <= offset + length <= self._at + len(self._ahead):
+            self._at = offset
+            self._ahead = self._backend.read_range(self._name, offset, min(max(length, _AHEAD), self._size - offset))
+        start = offset - self._at
+        buffer[:length] = memoryview(self._ahead)[start : start + length]
         return length
 
     def close(self) -> None:
