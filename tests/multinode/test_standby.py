@@ -62,23 +62,24 @@ def test_a_job_outlives_leaders_a_majority_and_an_etcd_that_forgot(cluster: DevC
     job.job.checkpoint()
     job.job.restore(job.job.status().latest_checkpoint)
     job.until_it_moves()
-    for member in members:
-        cluster.stop(member)
+    coordinators = roles.coordinator_names(cluster.record)
+    for role in (*coordinators, *members):
+        cluster.stop(role)
     for folder in folders:
         folder.rename(folder.with_name(f"{folder.name}.new"))
         folder.with_name(f"{folder.name}.old").rename(folder)
-    for member in members:
-        cluster.start(member)
+    for role in (*members, *coordinators):
+        cluster.start(role)
     job.until(lambda: _refused(cluster))
 
     # The way out: the newer state.
-    for member in members:
-        cluster.stop(member)
+    for role in (*coordinators, *members):
+        cluster.stop(role)
     for folder in folders:
         shutil.rmtree(folder)
         folder.with_name(f"{folder.name}.new").rename(folder)
-    for member in members:
-        cluster.start(member)
+    for role in (*members, *coordinators):
+        cluster.start(role)
     job.until(lambda: not _refused(cluster))
     job.until_it_moves()
     job.end()
