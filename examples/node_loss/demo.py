@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -104,7 +105,8 @@ def follow_events(config: ClientConfig, job: str, timeline: Timeline) -> threadi
     """Print the job's events as they come, and keep them for the report."""
 
     def follow() -> None:
-        with Client(config=config, patience=60) as client:
+        # When the cluster goes away the main thread says so.
+        with contextlib.suppress(MoorageError, OSError), Client(config=config, patience=60) as client:
             for event in client.job(job).events(follow=True):
                 timeline.add(event.sentence, event.time)
 
@@ -184,7 +186,11 @@ def demonstrate(
     finally:
         if process.poll() is None:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:  # its cluster is gone: nobody answers it
+                process.kill()
+                process.wait()
 
 
 def main() -> int:
@@ -195,12 +201,14 @@ def main() -> int:
     parser.add_argument("--lease", type=int, default=3, help="seconds of silence after which a host counts as lost")
     parser.add_argument("--no-rto-max", dest="rto_max", action="store_false", help="do without tcp_rto_max_ms")
     parser.add_argument("--timeout", type=float, default=300)
-    parser.add_argument("--name", default="", help="the cluster's name (demo, demo-s3)")
+    parser.add_argument("--name", default="", help="the cluster's name (default: one for this build folder)")
     parser.add_argument("--s3", action="store_true", help="store on an S3 server, encrypted; local copies deleted")
     parser.add_argument("--build", type=Path, default=ROOT / "build")
     options = parser.parse_args()
     options.build = options.build.resolve()
-    options.name = options.name or ("demo-s3" if options.s3 else "demo")
+    # Of this build folder alone: one that was interrupted is cleared away, another's is not touched.
+    mark = hashlib.blake2b(str(options.build).encode(), digest_size=3).hexdigest()
+    options.name = options.name or ("demo-s3-" if options.s3 else "demo-") + mark
     timeline = Timeline()
     try:
         cluster.down(options.name)
