@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from loop import train_loop_per_worker
 
 CONFIG = {"lr": 0.01, "epochs": 60}
-SECONDS = 150.0
+SECONDS = 300.0
 
 
 def trainer(name: str, folder: str, live: Path | None = None) -> moorage_ray.TorchTrainer:

@@ -167,13 +167,25 @@ class Bundles:
     async def _ask_to_join(self, index: int, ray_node: str) -> None:
         try:
             reference = self._actors[index].join.remote(self._wish.files, self._wish.folder)
-            self._joined[index] = await asyncio.wait_for(reference, _JOIN_SECONDS)
+            self._joined[index] = await asyncio.wait_for(self._unless_leaving(reference, ray_node), _JOIN_SECONDS)
         except MoorageError as error:
             cause = _plain(error)
             raise Unusable(str(cause), ray_node, cause) from None
         except (ray.exceptions.RayError, TimeoutError) as error:
             text = f"the supervisor on Ray node {ray_node[:8]} did not begin: {error}".splitlines()[0]
             raise Unusable(text, ray_node, EnvironmentLacking(text, "the logs of that Ray node say why")) from None
+
+    async def _unless_leaving(self, reference: Any, ray_node: str) -> Joined:
+        """What ``reference`` gives. Ray starts no actor on a node that goes away, and does not say so."""
+        answer = asyncio.ensure_future(reference)
+        while not (await asyncio.wait([answer], timeout=_ASK_AGAIN_SECONDS))[0]:
+            await self.look()
+            node = self.view.get(ray_node)
+            if node is None or not node.alive or node.draining:
+                answer.cancel()
+                raise Unusable(f"Ray node {ray_node[:8]} goes away", ray_node)
+        joined: Joined = answer.result()
+        return joined
 
     async def _watch(self, actor: Any) -> None:
         try:

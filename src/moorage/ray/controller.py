@@ -222,6 +222,9 @@ class Controller:
             await self._bundles.rejoin(action.bundles)
         except Unusable as error:
             log.warning("bundle cannot be joined again", why=str(error))
+            await self._bundles.look()
+            if any(bundle.preempted or not bundle.alive for bundle in self._bundles.seen(self._lost)):
+                return  # the next look finds that, and which budget it is for
             self._spent = msgspec.structs.replace(self._spent, failures=self._spent.failures + 1)
             await self._evacuate(action)
 
