@@ -1,0 +1,39 @@
+"""eventfd: a counter with a value in it, a semaphore, one shared by two processes."""
+
+import os
+import struct
+from collections.abc import Iterator
+
+from kit import call, equal, fork, run
+
+
+def program(nonce: bytes) -> Iterator[None]:
+    counter = call("eventfd", 1000, 0)
+    semaphore = call("eventfd", 7, 1)
+    question, answer = call("eventfd", 0, 0), call("eventfd", 0, 0)
+
+    def child() -> None:
+        while True:
+            (value,) = struct.unpack("<Q", os.read(question, 8))
+            os.write(answer, struct.pack("<Q", value + 1))
+
+    fork(child)
+    held, step = 1000, 0
+    yield
+    while True:
+        step += 1
+        equal(struct.unpack("<Q", os.read(counter, 8)), (held,), "the counter")
+        held = int.from_bytes(nonce[:4], "little") + step
+        os.write(counter, struct.pack("<Q", held))
+        os.read(semaphore, 8)
+        os.write(semaphore, struct.pack("<Q", 1))
+        os.write(question, struct.pack("<Q", step))
+        equal(struct.unpack("<Q", os.read(answer, 8)), (step + 1,), "the child's answer")
+        if os.path.exists(os.environ.get("STATE_STOP", "stop")):
+            os.set_blocking(semaphore, False)
+            equal([struct.unpack("<Q", os.read(semaphore, 8))[0] for _ in range(7)], [1] * 7, "the semaphore")
+            yield
+        yield
+
+
+run(program)

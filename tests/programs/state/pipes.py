@@ -1,0 +1,53 @@
+"""Pipes with data in them: full, of another size, of packets, with the writer gone, with several readers."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+
+from kit import check, equal, pattern, run
+
+PIPE_SIZE, GET_SIZE = 1031, 1032
+
+
+def program(nonce: bytes) -> Iterator[None]:
+    ahead = os.pipe()  # always holds what was written in the last look
+    os.write(ahead[1], pattern(nonce, 3000, 0))
+    full = os.pipe2(os.O_NONBLOCK)
+    fcntl.fcntl(full[1], PIPE_SIZE, 1 << 17)
+    written = 0
+    whole = pattern(nonce, 1 << 18)
+    try:
+        while True:
+            written += os.write(full[1], whole[written : written + 1000])
+    except BlockingIOError:
+        pass
+    packets = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
+    for length in (1, 10, 100):
+        os.write(packets[1], whole[:length])
+    closed = os.pipe()
+    os.write(closed[1], whole[:777])
+    os.close(closed[1])
+    step = 0
+    yield
+    while True:
+        step += 1
+        os.write(ahead[1], pattern(nonce, 3000, step))
+        equal(os.read(ahead[0], 3000), pattern(nonce, 3000, step - 1), "what was in the pipe")
+        equal(fcntl.fcntl(full[0], GET_SIZE), 1 << 17, "the size of a pipe")
+        try:
+            os.write(full[1], b"x" * 5000)
+            check(False, "a full pipe has room")
+        except BlockingIOError:
+            pass
+        if os.path.exists(os.environ.get("STATE_STOP", "stop")):
+            got = b""
+            while len(got) < written:
+                got += os.read(full[0], 65536)
+            equal(got, whole[:written], "the full pipe")
+            equal([len(os.read(packets[0], 500)) for _ in range(3)], [1, 10, 100], "packets")
+            equal((os.read(closed[0], 1000), os.read(closed[0], 1000)), (whole[:777], b""), "a pipe without a writer")
+            yield
+        yield
+
+
+run(program)
