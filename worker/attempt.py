@@ -20,7 +20,7 @@ from moorage.barrier.decision import Step
 from moorage.errors import AttemptAborted, Conflict, DeviceFailed, Fenced, MoorageError, NotFound
 from moorage.records import Outcome, Vote
 from moorage.v1 import worker_pb2
-from moorage.worker import attempt_capture, hooks, persist, pod_end, pod_gpu, preflight_pod
+from moorage.worker import attempt_capture, hooks, persist, pod_end, pod_gpu, preflight_pod, transient
 from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
@@ -31,6 +31,8 @@ from moorage.worker.preflight import Objection
 _DRAIN_SECONDS = 0.2
 #: The vote `persisted` is in etcd before this worker has cleared up behind it: a new attempt waits so long for that.
 _PERSIST_SECONDS = 20.0
+#: How long a pod may run on, between freezing and freezing, until it has read what cannot be saved from its queue.
+_READ_SECONDS = 1.0
 _RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 #: The part of an attempt's time that the GPU may take to come to rest.
 _QUIESCE_SHARE = 0.25
@@ -119,6 +121,7 @@ async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
     timings.update(await timed(timings, "gpu", pod_gpu.quiesce(pod, order.attempt, seconds)))
     async with step("worker.freeze.cgroup"):
         await timed(timings, "freeze", pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}")))
+        await timed(timings, "let_read", _let_read(pod, order))
     async with step("worker.freeze.drain"):
         until = clock.now() + _DRAIN_SECONDS
         if not await timed(timings, "drain", asyncio.to_thread(pod.network.wait_drained, until)):
@@ -127,6 +130,19 @@ async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
         pod.change(Change.FROZEN)
     pod.log.info("frozen", attempt=order.attempt, **{k: round(v, 3) for k, v in timings.items()})
     return timings
+
+
+async def _let_read(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
+    """Let the pod run on for moments while it holds what only waits to be read; the capture judges what stays."""
+    end, pause = clock.now() + _READ_SECONDS, 0.001
+    while not pod.gone and (waits := await asyncio.to_thread(transient.unread, pod.processes())):
+        if clock.now() >= end:
+            pod.log.info("the pod does not read what waits", waits=waits)
+            return
+        await pod.ask(lambda guard: guard.thaw("something waits to be read"))
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, 0.05)
+        await pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}"))
 
 
 async def seal(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:

@@ -9,14 +9,24 @@ import asyncio
 from pathlib import Path
 
 from moorage.errors import MoorageError
-from moorage.worker import attempt_layer, journal, pod_fingerprint, pod_gpu, pod_staging
+from moorage.worker import (
+    attempt_layer,
+    extra_record,
+    extra_state,
+    journal,
+    pod_fingerprint,
+    pod_gpu,
+    pod_staging,
+)
 from moorage.worker.agent_failpoints import step
+from moorage.worker.guard.files import write_private
 from moorage.worker.guard.messages import JOURNAL_FILE, GuardStatus
 from moorage.worker.layers import CaptureIndex, LayerCapture, mapped_shared_writable
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import Change
 from moorage.worker.pod_record import StagedCapture
 from moorage.worker.pod_steps import Timings, all_ended, timed
+from moorage.worker.sandbox import criu, images
 
 IMAGES, LAYER, JOURNAL, WORK = "images", "layer", "journal", "criu"
 INDEX_FILE = "layer.index"
@@ -64,8 +74,10 @@ async def _copy(pod: Pod, staging: Path, timings: Timings) -> tuple[int, LayerCa
         nonlocal image_bytes
         if pod.gone:
             return
+        extras = await timed(timings, "extras", asyncio.to_thread(_collect, pod, pids, staging / WORK))
         async with step("worker.capture.dump"):
             done = await pod.ask_once(lambda guard: guard.checkpoint(staging / IMAGES, work=staging / WORK))
+        await asyncio.to_thread(write_private, staging / IMAGES / extra_record.FILE, extras.encode())
         image_bytes = done.image_bytes
         timings.update(done.timings)
 
@@ -97,6 +109,17 @@ async def _copy(pod: Pod, staging: Path, timings: Timings) -> tuple[int, LayerCa
 
 async def _drain(pod: Pod) -> GuardStatus:
     return (await pod.ask(lambda guard: guard.drain())).status
+
+
+def _collect(pod: Pod, pids: list[int], work: Path) -> extra_record.Extras:
+    extras, watched = extra_state.collect(pids, pod.layers)
+    if watched or extras.timers:
+        work.mkdir(mode=0o700, exist_ok=True)
+    if extras.timers:
+        (work / criu.THREAD_TIMERS_FILE).touch(0o600)
+    if watched:
+        images.write_paths(work / images.PATHS_FILE, watched)
+    return extras
 
 
 def _copy_layer(pod: Pod, target: Path, pids: list[int]) -> LayerCapture:

@@ -8,14 +8,28 @@ from pathlib import Path
 
 from moorage.errors import CorruptData, MoorageError
 from moorage.store import Content, PodManifest
-from moorage.worker import attempt_capture, fit, hooks, journal, pod_gpu, pod_guard, pod_staging, pod_start, pod_user
+from moorage.worker import (
+    attempt_capture,
+    extra_record,
+    extra_state,
+    fit,
+    hooks,
+    journal,
+    pod_gpu,
+    pod_guard,
+    pod_staging,
+    pod_start,
+    pod_user,
+)
 from moorage.worker.agent_failpoints import step
+from moorage.worker.extra_record import Extras
 from moorage.worker.guard.files import write_private
 from moorage.worker.guard.messages import JOURNAL_FILE, RankState
 from moorage.worker.layers import CaptureIndex, PodLayers
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import Change
 from moorage.worker.pod_steps import Timings, all_ended, timed
+from moorage.worker.sandbox import mend
 
 _SLACK_BYTES = 16 << 20
 #: How long the processes of a restored pod may take until they have their GPUs back.
@@ -163,12 +177,21 @@ def _come_back_finished(pod: Pod, manifest: PodManifest) -> None:
 async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
     async with step("worker.restore.rebuild"):
         images, work = staging / attempt_capture.IMAGES, pod.folder / "criu"
+        extras = await asyncio.to_thread(_mend, images)
         done = await pod.ask_once(lambda guard: guard.restore(images, work=work))
         pod_guard.take_status(pod, done.status)
+        await asyncio.to_thread(extra_state.give_back, pod.processes(), extras)
 
 
 async def _stand(pod: Pod, manifest: PodManifest) -> None:
     await settle(pod, str(manifest.network.get("external_address", "")), manifest.node)
+
+
+def _mend(folder: Path) -> Extras:
+    saved = folder / extra_record.FILE
+    extras = Extras.decode(saved.read_bytes()) if saved.exists() else Extras()  # a checkpoint of an older version
+    mend.mend(folder, extras)
+    return extras
 
 
 async def settle(pod: Pod, external_address: str, node: str) -> None:

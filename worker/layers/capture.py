@@ -40,9 +40,9 @@ __all__ = ["LayerCapture", "StagedFile", "capture", "stamp_of"]
 
 failpoints.declare("layers.capture.before", "layers.capture.after")
 
-# Where CRIU puts a deleted file that is still open for the time of a restore. Its data is in CRIU's images; one that
-# was left behind is nobody's.
-_GHOST = re.compile(r".*\.cr\.[0-9a-f]+\.ghost")
+# Where CRIU puts a deleted file that is still open for the time of a restore, and the link that it makes for the time
+# of a dump to one that lost its name. Their data is elsewhere; one that was left behind is nobody's.
+_GHOST = re.compile(r".*\.cr\.[0-9a-f]+\.ghost|link_remap\.\d+")
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NOATIME | os.O_NONBLOCK | os.O_CLOEXEC
 
 

@@ -22,6 +22,7 @@ from moorage.worker.layers.changes import Change, compare, sides_at
 from moorage.worker.layers.hostmounts import below, chain, check_working_directory, mount_of, needed, read_mounts
 from moorage.worker.layers.index import CaptureIndex
 from moorage.worker.layers.layer import ROOT, Layer, carried
+from moorage.worker.layers.names import names_of
 from moorage.worker.layers.overlay import is_mounted, mount_overlay, unmount_overlay
 from moorage.worker.layers.owner import Owner
 from moorage.worker.layers.parts import FilePiece, pieces_at, pieces_of_changes
@@ -320,6 +321,16 @@ class PodLayers:
             started_ns=self._state.started_ns,
             suffix=f"moorage-{job}-{pod}",
         )
+
+    def names_of(
+        self, wanted: Collection[tuple[int, int]], near: Sequence[str] = (), *, deep: bool = False
+    ) -> dict[tuple[int, int], str]:
+        """Paths in the pod of files given by ``(st_dev, st_ino)`` as the pod sees them; of several names, one.
+
+        Looked for in the folders ``near`` and in all that the pod wrote; ``deep``: then, for some seconds at most, in
+        all that it sees. The overlays must be mounted.
+        """
+        return names_of(self._layers, wanted, near, deep=deep)
 
     def iter_parts(self, path: str = "") -> Iterator[FilePiece]:
         """Files at ``path`` (absolute, or below the working directory; empty: all that changed below it), in pieces

@@ -25,10 +25,11 @@ _OPTIONS: Final = (
     "ghost-limit 1024G",
     # The linked library; the default needs the iptables programs.
     "network-lock nftables",
+    # An open file whose name was removed while it has another. CRIU's own way back, a link that it makes for the time
+    # of the dump, is not used: `mend` names the file by the name that is left.
+    "link-remap",
 )
 # Not used on purpose:
-# link-remap: CRIU removes the links that it made when the pod lives on, so the restore would miss those files. Without
-#   it such a file is a refusal that names it.
 # tcp-skip-in-flight: a connection that was not accepted yet would be reset at restore. Without it the dump fails, the
 #   job runs on, and the next attempt finds the connection accepted.
 
@@ -37,9 +38,20 @@ _OPTIONS: Final = (
 LIMITS_LIBRARY: Final = "moorage-criu-limits.so"
 
 
+#: In the folder where a dump works: the pod has POSIX timers that signal single threads.
+THREAD_TIMERS_FILE: Final = "thread-timers"
+
+
+def environment(work: Path) -> dict[str, str]:
+    """Variables that CRIU needs on this machine, and for what it does in the folder ``work``, beside the usual ones."""
+    # CRIU 4.2 takes a thread's number from memory that it has not written to, and gives up when it finds 0 there. The
+    # number is put right before the restore (`mend`), so it only must not be 0.
+    fill = {"MALLOC_PERTURB_": "90"} if (work / THREAD_TIMERS_FILE).exists() else {}
+    return _preload() | fill
+
+
 @functools.cache
-def environment() -> dict[str, str]:
-    """Variables that CRIU needs on this machine beside the usual ones."""
+def _preload() -> dict[str, str]:
     if limits.has_capability(limits.CAP_SYS_RESOURCE):
         return {}
     try:

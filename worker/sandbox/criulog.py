@@ -52,6 +52,16 @@ _REFUSALS: Final = (
         "try again; if it stays, the program must accept its connections",
     ),
     _rule(
+        r"Non-empty write queue on an in-flight socket",
+        "a connection over a unix socket that was not accepted yet, with data in it",
+        "try again; if it stays, the program must accept its connections",
+    ),
+    _rule(
+        r"netlink: The socket has data to read",
+        "a netlink socket with messages that nobody has read",
+        "try again; if it stays, the program must read them or close it",
+    ),
+    _rule(
         r"(?:External socket is used|Unix socket .* without peer|unix: .*[Ee]xternal)",
         "a unix socket whose other end is outside the pod",
         "close the connection to the program outside",

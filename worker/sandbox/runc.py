@@ -176,7 +176,7 @@ class Runc:
     ) -> str:
         logged = self._log_size()
         try:
-            env = self.environment() | (criu.environment() if criu_log is not None else {})
+            env = self.environment() | (criu.environment(criu_log.parent) if criu_log is not None else {})
             ended = await process.run(self.command(*arguments), env=env, stdout=stdout, started=started)
         except OSError as error:
             raise EnvironmentLacking(f"{self.program}: {error.strerror}", "run `moorage doctor`") from error

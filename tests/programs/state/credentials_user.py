@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kit import Lacks, call, equal, fork, run
+from kit import Lacks, call, equal, fork, libc, run
 
 
 def fields(pid: int) -> list[str]:
@@ -23,6 +23,7 @@ def program(nonce: bytes) -> Iterator[None]:
         os.setgroups([50])
         os.setresgid(1001, 1002, 1003)
         os.setresuid(2001, 2002, 2003)
+        libc.prctl(1, 9)  # a change of user takes the death signal back
         os.write(write, b"x")
         while True:
             time.sleep(1000)

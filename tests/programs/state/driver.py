@@ -54,6 +54,8 @@ def main() -> None:
             else:
                 verdict = verdict or f"lost {name} {line.strip()}"
                 tell(f"note {name} {line.strip()}")
+            if verdict:
+                break  # its children may hold the pipe
         code = process.wait()
         if not nonce:
             tell(verdict if verdict.startswith("lacks") else f"lost {name} did not start: {verdict} ({code})")

@@ -1,6 +1,5 @@
-"""Netlink sockets: bound to groups, and with an answer in them that was not read yet."""
+"""Netlink sockets: with an address of their own, bound to a group of events, asking the kernel all the time."""
 
-import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -33,11 +32,7 @@ def program(nonce: bytes) -> Iterator[None]:
     plain.bind((0, 0))
     group = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     group.bind((0, 1))
-    waiting = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
-    waiting.bind((0, 0))
-    ask(waiting, 4711)
-    for sock in (plain, waiting):
-        sock.settimeout(20)
+    plain.settimeout(20)
     name, number = plain.getsockname(), 0
     yield
     while True:
@@ -45,9 +40,6 @@ def program(nonce: bytes) -> Iterator[None]:
         ask(plain, number)
         check(answers(plain, number) >= 1, "the kernel's answer")
         equal(plain.getsockname(), name, "the address")
-        if os.path.exists(os.environ.get("STATE_STOP", "stop")):
-            check(answers(waiting, 4711) >= 1, "the answer that waited")
-            yield
         yield
 
 

@@ -32,7 +32,6 @@ def program(nonce: bytes) -> Iterator[None]:
     accepted, _ = listener.accept()
     early = socket.socket(AF, STREAM)
     early.connect("stream")  # not accepted before the end
-    early.sendall(pattern(nonce, 50, "early"))
     server = socket.socket(AF, DGRAM)
     server.bind("datagrams")
     friend = socket.socket(AF, DGRAM)
@@ -46,7 +45,7 @@ def program(nonce: bytes) -> Iterator[None]:
     os.unlink("removed")
     abstract = socket.socket(AF, DGRAM)
     abstract.bind("\0" + nonce.hex())
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    friend.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 50_000)
     step = 0
     yield
@@ -65,9 +64,10 @@ def program(nonce: bytes) -> Iterator[None]:
         with socket.socket(AF, DGRAM) as stranger:
             stranger.sendto(b"by name", "\0" + nonce.hex())
         equal(abstract.recv(10), b"by name", "a socket with an abstract name")
-        equal(server.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED), 1, "SO_PASSCRED")
+        equal(friend.getsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED), 1, "SO_PASSCRED")
         equal(server.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF), 100_000, "the buffer size")
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
+            early.sendall(pattern(nonce, 50, "early"))
             late, _ = listener.accept()
             equal(late.recv(100), pattern(nonce, 50, "early"), "the connection that waited to be accepted")
             late.sendall(b"welcome")

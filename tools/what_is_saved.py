@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Writes docs/what-is-saved.md from what the tests have found (build/what-is-saved/*.json).
+
+Usage: what_is_saved.py [FOLDER-OF-RESULTS [PAGE]]. Run the tests first: `make what-is-saved` does both.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_HEAD = """\
+# What is saved
+
+Written by `tools/what_is_saved.py` from what the tests found (`make what-is-saved`); not by hand. A checkpoint saves the
+processes of a pod whole, or is refused before anything is touched. For each kind of state there is a program that draws
+a random number, holds that kind, looks at it all the time and says at the end whether it is as it was
+([tests/programs/state](../tests/programs/state)). All of them run in one pod, which is moved to another node and back, and
+saved in between, at random instants ([tests/multinode/test_state.py](../tests/multinode/test_state.py)).
+
+## Saved
+
+| program | what it holds and looks at | found |
+|---|---|---|
+"""
+_REFUSED = """
+## Refused
+
+`moorage checkpoint` (and park, move) looks for these first and says which process, what and the way out; the job runs on.
+The messages are those that the tests got ([tests/multinode/test_refusals.py](../tests/multinode/test_refusals.py)).
+
+| what | message |
+|---|---|
+"""
+_TAIL = """
+## Not saved, and not asked about
+
+* Datagrams of UDP that wait in a socket are dropped by a restore, as the network may drop them. On the pod that runs on
+  after its checkpoint they stay.
+* Connections to the world (`ext0`) stay on a pod that runs on and on one that is restored on its node; elsewhere they are
+  reset at once ([network](network.md)).
+* The flags of a folder that is open lack `O_DIRECTORY` after a restore; the personality (`setarch`) of a process is the
+  usual one.
+
+## Seen at the last moment
+
+Some things cannot be read out of the kernel, but are gone as soon as the program looks: events of inotify, messages of
+netlink, connections that wait to be accepted. A pod that is frozen in such a moment runs on for milliseconds and is frozen
+again, for a second at most. If they stay, the checkpoint is refused with the name of the process, and the job runs on.
+"""
+
+
+def page(folder: Path) -> str:
+    """The page's text. Raises `FileNotFoundError` when the tests have not run."""
+    programs = json.loads((folder / "programs.json").read_text())
+    refusals = json.loads((folder / "refusals.json").read_text())
+    lines = [
+        f"| `{name}` | {row['what']} | {row['result']}{': ' + row['note'] if row['note'] else ''} |"
+        for name, row in sorted(programs.items())
+    ]
+    refused = [f"| {name} | {row['message']} |" for name, row in sorted(refusals.items())]
+    return _HEAD + "\n".join(lines) + "\n" + _REFUSED + "\n".join(refused) + "\n" + _TAIL
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "what-is-saved"
+    target = Path(sys.argv[2]) if len(sys.argv) > 2 else ROOT / "docs" / "what-is-saved.md"
+    target.write_text(page(results))

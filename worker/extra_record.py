@@ -1,0 +1,47 @@
+"""What belongs to a pod's processes and is not in CRIU's images: recorded beside them, put back after a restore."""
+
+from __future__ import annotations
+
+import msgspec
+
+from moorage.errors import CorruptData
+
+#: Among the images, so that it goes wherever they go.
+FILE = "moorage-extras.json"
+
+
+class SocketOptions(msgspec.Struct, frozen=True):
+    """Options of one socket, as ``(level, name, value)``; ``pid`` and ``fd`` are those inside the pod."""
+
+    pid: int
+    fd: int
+    options: list[tuple[int, int, bytes]]
+
+
+class Thread(msgspec.Struct, frozen=True):
+    """A thread that may not run on every processor of its node, or has another timer slack. ``tid``: in the pod."""
+
+    tid: int
+    cpus: list[int] = []
+    slack: int = 0  # nanoseconds
+
+
+class Extras(msgspec.Struct):
+    """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
+    POSIX timer → the thread that it signals. All numbers are those in the pod."""
+
+    links: dict[str, str] = {}
+    timers: dict[str, dict[int, int]] = {}
+    sockets: list[SocketOptions] = []
+    scheduling: list[Thread] = []
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Extras:
+        """Raises `CorruptData`."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise CorruptData(f"{FILE} cannot be read: {error}", "restore an earlier checkpoint") from None

@@ -1,0 +1,124 @@
+"""CRIU's image files: lists of protobuf messages, read and written with only the fields that moorage touches.
+
+Fields that are not declared here are kept as they are (protobuf carries unknown fields along). Numbers and types are
+those of CRIU's ``images/*.proto``.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from moorage.errors import CorruptData
+
+_COMMON_MAGIC: Final = 0x54564319
+_SERVICE_MAGIC: Final = 0x55105940
+_IRMAP_MAGIC: Final = 0x57004059
+#: In the folder where a dump works.
+PATHS_FILE: Final = "irmap-cache"
+_HEAD: Final = struct.Struct("<II")
+_SIZE: Final = struct.Struct("<I")
+
+TYPE_REGULAR, TYPE_EVENTFD, TYPE_TIMERFD = 1, 6, 17
+REMAP_LINKED: Final = 0
+
+_KINDS: Final = {
+    "u32": descriptor_pb2.FieldDescriptorProto.TYPE_UINT32,
+    "u64": descriptor_pb2.FieldDescriptorProto.TYPE_UINT64,
+    "i32": descriptor_pb2.FieldDescriptorProto.TYPE_INT32,
+    "bytes": descriptor_pb2.FieldDescriptorProto.TYPE_BYTES,
+}
+#: Message → (field, number, kind or message, with * when repeated).
+_MESSAGES: Final[dict[str, tuple[tuple[str, int, str], ...]]] = {
+    "regular": (("id", 1, "u32"), ("name", 6, "bytes")),
+    "timerfd": (
+        ("id", 1, "u32"), ("ticks", 5, "u64"), ("value_seconds", 7, "u64"), ("value_nanoseconds", 8, "u64"),
+        ("interval_seconds", 9, "u64"), ("interval_nanoseconds", 10, "u64"),
+    ),
+    "file": (("type", 1, "u32"), ("id", 2, "u32"), ("regular", 3, "regular"), ("timerfd", 12, "timerfd")),
+    "remap": (("orig_id", 1, "u32"), ("remap_id", 2, "u32"), ("remap_type", 3, "u32")),
+    "posix_timer": (("it_id", 1, "u32"), ("notify_thread_id", 11, "i32")),
+    "timers": (("posix", 4, "posix_timer*"),),
+    "task": (("task_state", 1, "u32"), ("exit_code", 2, "u32"), ("timers", 7, "timers")),
+    "core": (("mtype", 1, "u32"), ("task", 3, "task")),
+    "irmap": (("device", 1, "u32"), ("inode", 2, "u64"), ("path", 3, "bytes")),
+}  # fmt: skip
+
+
+@functools.cache
+def message(name: str) -> Any:
+    """The class of one of the messages above."""
+    return message_factory.GetMessageClass(_pool().FindMessageTypeByName(f"criu.{name}"))
+
+
+@functools.cache
+def _pool() -> Any:
+    file = descriptor_pb2.FileDescriptorProto(name="criu-subset.proto", package="criu", syntax="proto2")
+    for name, fields in _MESSAGES.items():
+        described = file.message_type.add(name=name)
+        for field, number, kind in fields:
+            repeated, kind = kind.endswith("*"), kind.rstrip("*")
+            label = descriptor_pb2.FieldDescriptorProto
+            added = described.field.add(name=field, number=number)
+            added.label = label.LABEL_REPEATED if repeated else label.LABEL_OPTIONAL
+            if kind in _KINDS:
+                added.type = _KINDS[kind]
+            else:
+                added.type, added.type_name = label.TYPE_MESSAGE, f".criu.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool
+
+
+def read(path: Path, kind: str) -> tuple[int, list[Any]]:
+    """The magic number of an image's kind, and its entries as messages ``kind``. Raises `CorruptData`."""
+    data = path.read_bytes()
+    entries = []
+    try:
+        common, magic = _HEAD.unpack_from(data)
+        if common != _COMMON_MAGIC:
+            raise CorruptData(f"{path.name} is no image of CRIU")
+        at = _HEAD.size
+        while at < len(data):
+            (size,) = _SIZE.unpack_from(data, at)
+            at += _SIZE.size
+            if at + size > len(data):
+                raise CorruptData(f"{path.name} ends in the middle of an entry")
+            entries.append(message(kind).FromString(data[at : at + size]))
+            at += size
+    except (struct.error, DecodeError) as error:
+        raise CorruptData(f"{path.name} cannot be read: {error}") from None
+    return magic, entries
+
+
+def _encode(magics: tuple[int, int], entries: Iterable[Any]) -> bytes:
+    parts = [_HEAD.pack(*magics)]
+    for entry in entries:
+        body = entry.SerializeToString()
+        parts += [_SIZE.pack(len(body)), body]
+    return b"".join(parts)
+
+
+def edit(path: Path, kind: str, change: Callable[[list[Any]], list[Any] | None]) -> None:
+    """Let ``change`` look at the entries of an image; what it returns is written, None leaves the file as it is.
+
+    A file that is absent is left so. Raises `CorruptData`.
+    """
+    if not path.exists():
+        return
+    magic, entries = read(path, kind)
+    changed = change(entries)
+    if changed is not None:
+        path.write_bytes(_encode((_COMMON_MAGIC, magic), changed))
+
+
+def write_paths(path: Path, found: Iterable[tuple[int, int, str]]) -> None:
+    """Write CRIU's cache of (device, inode number, path), from which a dump learns where an inotify watch is."""
+    entries = [message("irmap")(device=device, inode=inode, path=name.encode()) for device, inode, name in found]
+    path.write_bytes(_encode((_SERVICE_MAGIC, _IRMAP_MAGIC), entries))
