@@ -29,8 +29,18 @@ help: ## list these targets
 setup: $(STAMPS)/installed runtime ## all that moorage needs to run here: packages, .venv, CRIU, runc, etcd
 
 .PHONY: test
-test: lint proto-check native-test setup $(STAMPS)/torch $(STAMPS)/ray ## all checks and tests, with real etcd, CRIU and runc
+test: lint proto-check native-test setup $(STAMPS)/torch $(STAMPS)/ray languages ## all checks and tests, with real etcd, CRIU and runc
 	$(PY) -m pytest -n $(TEST_JOBS) $(PYTEST_ARGS)
+
+# Node.js, Java and Go for the programs of tests/programs/state: quick when they are there.
+.PHONY: languages
+languages:
+	@tools/language-packages.sh
+
+.PHONY: what-is-saved
+what-is-saved: setup $(STAMPS)/torch languages ## try every kind of state and write docs/what-is-saved.md from what is found
+	$(PY) -m pytest tests/multinode/test_state.py tests/multinode/test_refusals.py
+	$(PY) tools/what_is_saved.py
 
 .PHONY: demo
 demo: setup $(STAMPS)/torch ## a training job loses a node and goes on bit for bit (build/demo-report.json)

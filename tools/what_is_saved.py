@@ -14,11 +14,11 @@ ROOT = Path(__file__).resolve().parents[1]
 _HEAD = """\
 # What is saved
 
-Written by `tools/what_is_saved.py` from what the tests found (`make what-is-saved`); not by hand. A checkpoint saves the
-processes of a pod whole, or is refused before anything is touched. For each kind of state there is a program that draws
-a random number, holds that kind, looks at it all the time and says at the end whether it is as it was
-([tests/programs/state](../tests/programs/state)). All of them run in one pod, which is moved to another node and back, and
-saved in between, at random instants ([tests/multinode/test_state.py](../tests/multinode/test_state.py)).
+Written by `tools/what_is_saved.py` from what the tests found (`make what-is-saved`); not by hand. A checkpoint saves
+the processes of a pod whole, or is refused before anything is touched. For each kind of state there is a program that
+draws a random number, holds that kind, looks at it all the time and says at the end whether it is as it was
+([tests/programs/state](../tests/programs/state)). All of them run in one pod, which is moved to another node and back,
+and saved in between, at random instants ([tests/multinode/test_state.py](../tests/multinode/test_state.py)).
 
 ## Saved
 
@@ -28,8 +28,9 @@ saved in between, at random instants ([tests/multinode/test_state.py](../tests/m
 _REFUSED = """
 ## Refused
 
-`moorage checkpoint` (and park, move) looks for these first and says which process, what and the way out; the job runs on.
-The messages are those that the tests got ([tests/multinode/test_refusals.py](../tests/multinode/test_refusals.py)).
+`moorage checkpoint` (and park, move) looks for these first and says which process, what and the way out; the job runs
+on. The messages are those that the tests got
+([tests/multinode/test_refusals.py](../tests/multinode/test_refusals.py)).
 
 | what | message |
 |---|---|
@@ -39,16 +40,17 @@ _TAIL = """
 
 * Datagrams of UDP that wait in a socket are dropped by a restore, as the network may drop them. On the pod that runs on
   after its checkpoint they stay.
-* Connections to the world (`ext0`) stay on a pod that runs on and on one that is restored on its node; elsewhere they are
-  reset at once ([network](network.md)).
+* Connections to the world (`ext0`) stay on a pod that runs on and on one that is restored on its node; elsewhere they
+  are reset at once ([network](network.md)).
 * The flags of a folder that is open lack `O_DIRECTORY` after a restore; the personality (`setarch`) of a process is the
   usual one.
 
 ## Seen at the last moment
 
 Some things cannot be read out of the kernel, but are gone as soon as the program looks: events of inotify, messages of
-netlink, connections that wait to be accepted. A pod that is frozen in such a moment runs on for milliseconds and is frozen
-again, for a second at most. If they stay, the checkpoint is refused with the name of the process, and the job runs on.
+netlink, connections that wait to be accepted, unix sockets' credentials in a queue. A pod that is frozen in such a
+moment runs on for milliseconds and is frozen again, for a second at most. If they stay, the checkpoint is refused with
+the name of the process, and the job runs on.
 """
 
 

@@ -64,7 +64,7 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
         raise Conflict(
             f"{pod.label} still brings attempt {pod.record.last_attempt} into the store", "try again when it is done"
         )
-    found = await preflight_pod.look(pod)
+    found = await preflight_pod.look(pod, order.remaining_seconds or preflight_pod.STANDING_SECONDS)
     if not found.objections:
         await pod_gpu.begin(pod, order.attempt)
         async with step("worker.prepare.record"):

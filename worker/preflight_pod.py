@@ -8,13 +8,16 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from moorage.worker import inventory, pod_gpu, pod_staging
+from moorage.worker import inventory, pod_gpu, pod_staging, preflight_outside
+from moorage.worker.network import namespace
 from moorage.worker.pod import Pod
-from moorage.worker.preflight import Objection, examine, exec_sessions, space
+from moorage.worker.preflight import Objection, Process, examine, exec_sessions, space
 from moorage.worker.preflight_proc import lives, read_processes
+from moorage.worker.preflight_ties import Fact, judge
 
 #: What CRIU's images and the copies hold beside the memory itself.
 _OVERHEAD_BYTES = 16 << 20
+STANDING_SECONDS = 60.0
 
 
 class Found(NamedTuple):
@@ -25,19 +28,32 @@ class Found(NamedTuple):
     bytes_free: int
 
 
-async def look(pod: Pod) -> Found:
-    """Look at the running pod without touching it. Also sets `Pod.bytes_needed`."""
+async def look(pod: Pod, seconds: float = STANDING_SECONDS) -> Found:
+    """Look at the running pod without touching it. Also sets `Pod.bytes_needed`.
+
+    ``seconds``: how long a checkpoint may keep the pod standing.
+    """
     objections, on_gpu = await pod_gpu.look(pod)
-    found = await asyncio.to_thread(_look, pod, on_gpu)
+    found = await asyncio.to_thread(_look, pod, on_gpu, seconds)
     found.objections[:0] = objections
     pod.bytes_needed = found.bytes_needed
     return found
 
 
-def _look(pod: Pod, on_gpu: frozenset[int]) -> Found:
+def _ties(pod: Pod, processes: list[Process], pids: list[int], seconds: float) -> list[Fact]:
+    init = pod.guard_state.init_pid if pod.guard_state else 0
+    peers = namespace.run_in(pod.network.netns_path, preflight_outside.read_unix_peers)
+    # The proxy of the GPU driver speaks to the broker, and lets go of it when it is told that a checkpoint begins.
+    return preflight_outside.look(processes, pids, init, peers, seconds, with_broker=pod_gpu.has(pod))
+
+
+def _look(pod: Pod, on_gpu: frozenset[int], seconds: float) -> Found:
     objections = exec_sessions(list(pod.sessions.values()))
     pids = [] if pod.gone else pod.processes()
-    objections += examine(pod_gpu.without_driver(read_processes(pids), on_gpu))
+    processes = pod_gpu.without_driver(read_processes(pids), on_gpu)
+    objections += examine(processes)
+    if not pod.gone:
+        objections += judge(_ties(pod, processes, pids, seconds))
     needed = (
         len(on_gpu) * pod_gpu.DRIVER_BYTES
         + (0 if pod.gone else memory_bytes(pids))

@@ -20,6 +20,13 @@ FOLDER = ROOT / "tests" / "programs" / "state"
 #: What the tests have found, for `tools/what_is_saved.py`.
 RESULTS = ROOT / "build" / "what-is-saved"
 DRIVER = FOLDER / "driver.py"
+#: The rows of what is refused, each with a test in tests/multinode/test_refusals.py.
+REFUSED = (
+    "FIFO with a process outside", "aio", "device from outside", "disk from outside", "exit_code", "file from outside",
+    "io_uring", "lock with a process outside", "nested", "network from outside", "packet_socket", "packets",
+    "pipe from outside", "process that moorage did not start", "raw_socket", "semaphore", "traced",
+    "unix socket to the outside", "user_timeout",
+)  # fmt: skip
 _APART = frozenset({"kit.py", "driver.py", "__init__.py", "kit.h"})
 _HUGE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from moorage.errors import CorruptData
+from moorage.worker.extra_record import Extras, SocketOptions, Thread
+from moorage.worker.sandbox import images, mend
+
+
+def _file(kind: int, number: int, **parts: object) -> object:
+    return images.message("file")(type=kind, id=number, **parts)
+
+
+def _write(path: Path, *entries: object) -> None:
+    bodies = [entry.SerializeToString() for entry in entries]  # type: ignore[attr-defined]
+    path.write_bytes(struct.pack("<II", 0x54564319, 77) + b"".join(struct.pack("<I", len(b)) + b for b in bodies))
+
+
+def test_fields_that_are_not_known_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "files.img"
+    entry = _file(1, 9, regular={"id": 9, "name": b"/a"})
+    body = entry.SerializeToString() + b"\xa2\x01\x03abc"  # type: ignore[attr-defined]  # field 20, a string
+    path.write_bytes(struct.pack("<III", 0x54564319, 77, len(body)) + body)
+    images.edit(path, "file", lambda entries: entries)
+    assert path.read_bytes().endswith(b"\xa2\x01\x03abc")
+    assert images.read(path, "file")[0] == 77
+
+
+@pytest.mark.parametrize("damage", [b"", b"12345678", struct.pack("<III", 0x54564319, 77, 5) + b"ab"])
+def test_a_damaged_image_is_told(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "files.img").write_bytes(damage)
+    with pytest.raises(CorruptData):
+        images.read(tmp_path / "files.img", "file")
+
+
+def test_only_a_periodic_timer_without_a_time_gets_one(tmp_path: Path) -> None:
+    timers = [
+        {"interval_seconds": 1}, {"interval_nanoseconds": 5}, {"interval_seconds": 1, "value_seconds": 3}, {"ticks": 1},
+    ]  # fmt: skip
+    _write(tmp_path / "files.img", *(_file(17, n, timerfd={"id": n, **timer}) for n, timer in enumerate(timers)))
+    mend.mend(tmp_path, Extras())
+    _, files = images.read(tmp_path / "files.img", "file")
+    assert [file.timerfd.value_nanoseconds for file in files] == [1, 1, 0, 0]
+
+
+def test_a_file_that_lost_its_name_is_opened_by_the_one_that_is_left(tmp_path: Path) -> None:
+    regular = [_file(1, n, regular={"id": n, "name": name}) for n, name in ((1, b"/w/a"), (2, b"/w/c"), (3, b"/w/a"))]
+    _write(tmp_path / "files.img", *regular)
+    remap = images.message("remap")
+    _write(
+        tmp_path / "remap-fpath.img",
+        remap(orig_id=1, remap_id=9, remap_type=0),
+        remap(orig_id=2, remap_id=8, remap_type=1),
+    )
+    mend.mend(tmp_path, Extras(links={"/w/a": "/w/b"}))
+    _, files = images.read(tmp_path / "files.img", "file")
+    # The third has the name now: another file was made under it.
+    assert [file.regular.name for file in files] == [b"/w/b", b"/w/c", b"/w/a"]
+    assert [entry.orig_id for entry in images.read(tmp_path / "remap-fpath.img", "remap")[1]] == [2]
+
+
+def test_a_timer_signals_the_thread_that_it_did(tmp_path: Path) -> None:
+    core = images.message("core")(
+        mtype=1, task={"timers": {"posix": [{"it_id": 0}, {"it_id": 3, "notify_thread_id": -5}]}}
+    )
+    _write(tmp_path / "core-8.img", core)
+    _write(tmp_path / "files.img")
+    mend.mend(tmp_path, Extras(timers={"8": {3: 12}, "9": {0: 1}}))
+    (found,) = images.read(tmp_path / "core-8.img", "core")[1]
+    assert [timer.notify_thread_id for timer in found.task.timers.posix] == [0, 12]
+
+
+def test_extras_are_what_they_were() -> None:
+    extras = Extras({"/a": "/b"}, {"8": {3: 12}}, [SocketOptions(8, 3, [(6, 18, b"\x01\0\0\0")])], [Thread(9, [0], 5)])
+    assert Extras.decode(extras.encode()) == extras
+    with pytest.raises(CorruptData):
+        Extras.decode(b"{")
