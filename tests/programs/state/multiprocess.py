@@ -21,7 +21,7 @@ def program(nonce: bytes) -> Iterator[None]:
         queue.put((number, pattern(nonce, 1000, number)))
     array = context.Array("i", range(100))
     manager = context.Manager()
-    table = manager.dict({"nonce": nonce})
+    table = manager.dict(nonce=nonce.hex())
     workers = {process.pid for process in pool._pool}  # type: ignore[attr-defined]
     step = 0
     yield
@@ -36,9 +36,9 @@ def program(nonce: bytes) -> Iterator[None]:
         queue.put((step + 4, pattern(nonce, 1000, step + 4)))
         with array:
             array[step % 100] += 1
-        equal(sum(array), sum(range(100)) + step, "the shared array")
-        table["step"] = step
-        equal(table.copy(), {"nonce": nonce, "step": step}, "the manager's table")
+        equal(sum(array[:]), sum(range(100)) + step, "the shared array")
+        table["step"] = str(step)
+        equal(table.copy(), {"nonce": nonce.hex(), "step": str(step)}, "the manager's table")
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
             pool.terminate()
             executor.shutdown()

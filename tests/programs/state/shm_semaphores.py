@@ -45,8 +45,8 @@ def program(nonce: bytes) -> Iterator[None]:
         value = ctypes.c_int()
         libc.sem_getvalue(held, ctypes.byref(value))
         equal(value.value, 5, "the semaphore's value")
-        with open(f"{base}/link", "rb") as file:
-            equal(file.read()[1:], pattern(nonce, 1 << 20)[1:], "the file")
+        with open(f"{base}/link", "rb") as link:
+            equal(link.read()[1:], pattern(nonce, 1 << 20)[1:], "the file")
         check(os.path.exists(f"/dev/shm/sem.{names[0][1:].decode()}"), "the name of the semaphore")
         yield
 

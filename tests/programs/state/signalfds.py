@@ -24,8 +24,8 @@ def program(nonce: bytes) -> Iterator[None]:
         found = os.read(fd, 128)
         equal((found[0], struct.unpack_from("<I", found, 12)[0]), (signal.SIGUSR1, os.getpid()), "signal and sender")
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
-            found = [os.read(fd, 128) for _ in values]
-            equal([(f[0], struct.unpack_from("<i", f, 44)[0]) for f in found], [(queued, v) for v in values], "queue")
+            waiting = [os.read(fd, 128) for _ in values]
+            equal([(f[0], struct.unpack_from("<i", f, 44)[0]) for f in waiting], [(queued, v) for v in values], "queue")
             yield
         yield
 

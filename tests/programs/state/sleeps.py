@@ -42,7 +42,7 @@ def program(nonce: bytes) -> Iterator[None]:
 
     for number in range(len(rounds)):
         threading.Thread(target=waits, args=(number,), daemon=True).start()
-    blocked = threading.Thread(target=lambda: left.recv(1) and rounds.append(1), daemon=True)
+    blocked = threading.Thread(target=left.recv, args=(1,), daemon=True)
     blocked.start()
     seen, since = list(rounds), time.monotonic()
     libc.prctl(29, 1)

@@ -39,7 +39,7 @@ def program(nonce: bytes) -> Iterator[None]:
     yield
     while True:
         step = step % 200 + 1
-        area[0] = step
+        area[0] = bytes([step])
         deadline = time.monotonic() + 20
         while area[1] != bytes([step]):
             check(time.monotonic() < deadline, "the child has other memory")

@@ -12,7 +12,7 @@ NANO = 1_000_000_000
 
 
 def make(clock: int, first: int, period: int, flags: int = 0) -> int:
-    fd = call("timerfd_create", clock, os.O_CLOEXEC | os.O_NONBLOCK)
+    fd: int = call("timerfd_create", clock, os.O_CLOEXEC | os.O_NONBLOCK)
     call("timerfd_settime", fd, flags, struct.pack("<qqqq", *divmod(period, NANO), *divmod(first, NANO)), None)
     return fd
 
