@@ -40,7 +40,7 @@ def program(nonce: bytes) -> Iterator[None]:
     while True:
         step = step % 200 + 1
         area[0] = bytes([step])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 200
         while area[1] != bytes([step]):
             check(time.monotonic() < deadline, "the child has other memory")
             time.sleep(0.001)
