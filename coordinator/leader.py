@@ -221,6 +221,10 @@ class Leader:
         assert job is not None
         return self.plan_for(job.spec, without=job.id, prefer=job.state.nodes, **options)
 
+    def other_store(self, record: NodeRecord) -> bool:
+        """Whether the node's worker opened another store, such as a folder of its own host under the same name."""
+        return record.store not in ("", self.store.nonce)
+
     def plan_for(
         self,
         spec: JobSpec,
@@ -238,6 +242,7 @@ class Leader:
             planner.Place(
                 node=record.node,
                 ready=record.ready,
+                other_store=self.other_store(record),
                 cordoned=record.node in self.cordons,
                 gpus=len(record.gpus),
                 slots=record.slots,

@@ -18,6 +18,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     ready: bool = True
+    other_store: bool = False  # it opened another store than the coordinator
     cordoned: bool = False
     gpus: int = 0
     gpus_used: int = 0
@@ -106,6 +107,14 @@ def _as_planned(wish: Wish, places: list[Place]) -> list[str]:
 def _sift(wish: Wish, places: list[Place]) -> list[Place]:
     if not places:
         raise NoCapacity("no node is live", "start a worker: moorage worker")
+    same = [p for p in places if not p.other_store]
+    if not same:
+        raise NoCapacity(
+            f"{_nodes([p.node for p in places])} opened another store than the coordinator: what is saved there would "
+            "be lost with its host",
+            "name one shared folder or S3 bucket as `store` in the settings of all of them",
+        )
+    places = same
     ready = [p for p in places if p.ready]
     if not ready:
         raise NoCapacity(

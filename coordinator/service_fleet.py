@@ -38,6 +38,7 @@ class FleetService:
                 views.node_message(
                     leader.nodes.known[name],
                     live=name in leader.nodes.live,
+                    same_store=not leader.other_store(leader.nodes.known[name]),
                     jobs=placed.get(name, {}),
                     cordon=leader.cordons.get(name),
                 )

@@ -189,14 +189,19 @@ def event_message(event: Event) -> pb.JobEvent:
 
 
 def node_message(
-    record: NodeRecord, *, live: bool, jobs: dict[str, int], cordon: CordonRecord | None = None
+    record: NodeRecord,
+    *,
+    live: bool,
+    jobs: dict[str, int],
+    cordon: CordonRecord | None = None,
+    same_store: bool = True,
 ) -> pb.Node:
-    """A node; ``jobs``: the ids of the jobs that have pods there, and how many."""
+    """A node; ``jobs``: the ids of the jobs that have pods there, and how many. ``same_store``: as the coordinator."""
     return pb.Node(
         node=record.node,
         address=record.address,
         live=live,
-        ready=live and record.ready,
+        ready=live and record.ready and same_store,
         gpus=record.gpus,
         cpus=record.cpus,
         memory_bytes=record.memory_bytes,

@@ -98,6 +98,7 @@ class _Daemon:
         self._config = config
         self._session_id = secrets.token_hex(8)
         self._port = 0
+        self._store_nonce = ""
         self._fingerprint = NodeFingerprint()
         self._serving = False
         self._ready = True  # until doctor finds something that no pod can run without
@@ -114,6 +115,7 @@ class _Daemon:
             label=config.node,
             settings=config.store_settings,
         )
+        self._store_nonce = store.nonce
         os.environ.pop(KEY_VARIABLE, None)  # no guard and nobody's rank shall inherit it
         password = config.etcd.password()
         etcd = EtcdClient(config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=password)

@@ -66,9 +66,16 @@ def endpoint(config: WorkerConfig, port: int) -> str:
 
 
 def record(
-    config: WorkerConfig, *, session: str, port: int, ready: bool, fingerprint: NodeFingerprint | None = None
+    config: WorkerConfig,
+    *,
+    session: str,
+    port: int,
+    ready: bool,
+    fingerprint: NodeFingerprint | None = None,
+    store: str = "",
 ) -> NodeRecord:
-    """This node's registration. ``session`` is random for each start, ``port`` the one that the server bound."""
+    """This node's registration. ``session`` is random for each start, ``port`` the one that the server bound, ``store``
+    the nonce of the store that was opened."""
     return NodeRecord(
         node=config.node,
         address=config.address,
@@ -87,4 +94,5 @@ def record(
         driver=driver(),
         slots=config.slots,
         fingerprint=msgspec.to_builtins(fingerprint or NodeFingerprint()),
+        store=store,
     )

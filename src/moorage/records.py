@@ -165,6 +165,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     driver: str = ""  # of the GPUs
     slots: int = 0  # most pods; 0: no limit
     fingerprint: dict[str, Any] = {}  # moorage.compat.NodeFingerprint
+    store: str = ""  # the nonce of the store that this worker opened; empty: an earlier release, which does not say
 
 
 class CordonRecord(msgspec.Struct, frozen=True, kw_only=True):

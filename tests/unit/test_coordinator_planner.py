@@ -113,3 +113,11 @@ def test_room_is_told_apart_from_fit() -> None:
         place(Wish(pods=1, gpus_per_pod=1, misfits=misfits), places)
     with pytest.raises(NoCapacity, match="0 GPUs are free"):
         place(Wish(pods=1, gpus_per_pod=1, misfits=misfits), [Place(node="b", gpus=1, gpus_used=1)])
+
+
+def test_a_node_with_another_store_gets_no_pod() -> None:
+    places = [Place(node="a", other_store=True), Place(node="b")]
+    assert place(Wish(pods=2), places) == ["b", "b"]
+    with pytest.raises(NoCapacity, match="node a opened another store than the coordinator") as caught:
+        place(Wish(pods=1), places[:1])
+    assert "shared folder or S3 bucket" in caught.value.hint
