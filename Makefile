@@ -29,8 +29,13 @@ help: ## list these targets
 setup: $(STAMPS)/installed runtime ## all that moorage needs to run here: packages, .venv, CRIU, runc, etcd
 
 .PHONY: test
-test: lint proto-check native-test setup $(STAMPS)/torch $(STAMPS)/ray languages ## all checks and tests, with real etcd, CRIU and runc
-	$(PY) -m pytest -n $(TEST_JOBS) $(PYTEST_ARGS)
+test: lint proto-check native-test setup $(STAMPS)/torch languages ## all checks and tests but those of the examples
+	$(PY) -m pytest -n $(TEST_JOBS) -m 'not examples' $(PYTEST_ARGS)
+
+# One after another: each fills a small machine by itself, and Ray gives its own nodes 30 s to start.
+.PHONY: test-examples
+test-examples: setup $(STAMPS)/torch $(STAMPS)/ray ## what needs Ray, and each example from its README's line
+	$(PY) -m pytest -n 0 -m examples $(PYTEST_ARGS)
 
 # Node.js, Java and Go for the programs of tests/programs/state: quick when they are there.
 .PHONY: languages

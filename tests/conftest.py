@@ -39,7 +39,7 @@ def _lacks_torch() -> str:
 
 @functools.cache
 def _lacks_ray() -> str:
-    return "" if importlib.util.find_spec("ray") else "needs Ray (`make test` installs it)"
+    return "" if importlib.util.find_spec("ray") else "needs Ray (`make test-examples` installs it)"
 
 
 _LACKS = {"root": _lacks_root, "gpu": _lacks_gpu, "torch": _lacks_torch, "ray": _lacks_ray}

@@ -117,7 +117,7 @@ def nothing_runs(cluster: DevCluster, client: Client) -> None:
         (NotFound, "nowhere", "doctor --node nowhere"),
         (NotFound, "nowhere", "run --on nowhere -- true"),
         (NotFound, "job.yaml", "run -f job.yaml"),
-        (Refused, "GPU", "run --gpus-per-pod 1 -- true"),
+        (NoCapacity, "GPU", "run --gpus-per-pod 1 -- true"),
         (UsageError, "--pods", "run --pods 0 -- true"),
         (UsageError, "no command", "run"),
         (UsageError, "no/good", "run --name no/good -- true"),

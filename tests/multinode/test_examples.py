@@ -36,6 +36,7 @@ def test_every_example_has_a_line_to_run_in_its_readme() -> None:
         assert lines(ROOT / "examples" / name / "README.md"), name
 
 
+@pytest.mark.examples
 @pytest.mark.root
 @pytest.mark.torch
 @pytest.mark.parametrize("name", EMBEDDED)

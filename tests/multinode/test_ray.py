@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from moorage.ray.local import LocalRay
 
 # Ray's own modules are not written for warnings as errors.
-pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.early, pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.root, pytest.mark.ray, pytest.mark.examples, pytest.mark.filterwarnings("default")]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ["ray_job", "ray_train"]
