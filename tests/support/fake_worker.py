@@ -455,6 +455,7 @@ class FakeNode(WorkerServicer):
     ) -> AsyncIterator[worker_pb2.ExecOutput]:
         async for message in requests:
             if message.command:
+                await context.send_initial_metadata(rpc.ACCEPTED)  # as the real one does, before anything else
                 where = f"{self.name} {message.fence.pod} {message.rank}: {' '.join(message.command)}"
                 yield worker_pb2.ExecOutput(stdout=where.encode())
             if message.stdin:
