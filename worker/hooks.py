@@ -66,15 +66,19 @@ def lay(pod: Pod) -> None:
 
 
 def lay_restored(pod: Pod) -> None:
-    """Make the files of a restored pod say so; its processes are not there yet. The layers are mounted."""
+    """Make the environment file of a restored pod say so; its processes are not there yet. The layers are mounted.
+
+    The file of events stays as it is until they are: CRIU brings back a process that was just reading it only if it has
+    the size that it had.
+    """
     with _unless_hidden(pod):
         pod.layers.put(ENVIRONMENT, environment(pod))
-        add(pod, "before-restore", pod.record.incarnation)
 
 
 def after_restore(pod: Pod) -> None:
     """Tell a restored pod that it is about to run; it is frozen."""
     with _unless_hidden(pod):
+        add(pod, "before-restore", pod.record.incarnation)
         add(pod, "after-restore", pod.record.incarnation)
         poke(pod)
 

@@ -13,7 +13,7 @@ import pytest
 from moorage.errors import MoorageError, NotFound
 from moorage.worker.layers import PodLayers, WriteBack
 from moorage.worker.layers.owner import Owner, acting_as
-from moorage.worker.layers.syscalls import mount
+from moorage.worker.layers.syscalls import CLOCK_REALTIME_COARSE, mount
 from tests.support.layers import Bench, bench
 
 pytestmark = pytest.mark.root
@@ -35,8 +35,9 @@ def _start(place: Bench) -> PodLayers:
     for folder, folders, files in os.walk(place.job):
         for name in (*folders, *files):
             os.chown(Path(folder, name), _UID, _GID, follow_symlinks=False)
-    while time.time_ns() == (place.job.stat().st_ctime_ns):
-        pass
+    now = time.time_ns()
+    while time.clock_gettime_ns(CLOCK_REALTIME_COARSE) <= now:  # the next tick of the clock that files are stamped with
+        time.sleep(0.001)
     return place.start(image=None, working_directory=str(place.job))
 
 

@@ -24,9 +24,10 @@ static void look(int last) {
   (void)last;
   for (int i = 0; i < KINDS; i++) {
     CHECK(*(uint64_t *)areas[i] == value((uint64_t)i), "the content of mapping %d", i);
-    CHECK(i == 3 || has_flag(areas[i], flag[i]), "mapping %d has lost what it was told (%s)", i, flag[i]);
+    // Twice: a checkpoint in the midst of reading the list leaves a line that is put together from two.
+    CHECK(i == 3 || has_flag(areas[i], flag[i]) || has_flag(areas[i], flag[i]), "mapping %d has lost what it was told (%s)", i, flag[i]);
   }
-  CHECK(has_flag(locked, " lo"), "locked memory is no longer locked");
+  CHECK(has_flag(locked, " lo") || has_flag(locked, " lo"), "locked memory is no longer locked");
   pid_t child = fork();
   if (child == 0) _exit(*(uint64_t *)areas[1] == 0 ? 0 : 1);
   int status = 0;
