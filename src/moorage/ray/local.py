@@ -16,16 +16,18 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from moorage.dev.network import free_ports
-from moorage.errors import EnvironmentLacking, MoorageError
+from moorage.errors import EnvironmentLacking, MoorageError, Unavailable
 from moorage.ray import world
 
 #: Ray hears of a dead node in about two seconds with these; its own defaults take fifteen.
+_READY_SECONDS = 120
 _SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 
@@ -54,7 +56,9 @@ class LocalRay:
         try:
             for name in self._names:
                 self.add(name, wait=False)
-            self._cluster.wait_for_nodes(120)
+            self._cluster.wait_for_nodes(_READY_SECONDS)
+            if self._dashboard:
+                self._wait_for_agent()
         except BaseException:
             self._cluster.shutdown()
             raise
@@ -67,6 +71,23 @@ class LocalRay:
 
         ray.shutdown()  # a driver in this process
         self._cluster.shutdown()
+
+    def _wait_for_agent(self) -> None:
+        """Until `ray job submit` works: the agent that takes jobs starts after everything else, and nothing tells when.
+
+        Raises `Unavailable`.
+        """
+        from ray.job_submission import JobSubmissionClient
+
+        deadline = time.monotonic() + _READY_SECONDS
+        while True:
+            try:
+                JobSubmissionClient(self.dashboard).submit_job(entrypoint="true")
+                return
+            except (ConnectionError, RuntimeError) as error:
+                if time.monotonic() > deadline:
+                    raise Unavailable(f"Ray takes no jobs: {error}", "see /tmp/ray/session_latest/logs") from error
+                time.sleep(0.5)
 
     @property
     def address(self) -> str:
