@@ -26,8 +26,8 @@ from moorage.dev.network import free_ports
 from moorage.errors import EnvironmentLacking, MoorageError, Unavailable
 from moorage.ray import world
 
-#: Ray hears of a dead node in about two seconds with these; its own defaults take fifteen.
 _READY_SECONDS = 120
+#: Ray hears of a dead node in about two seconds with these; its own defaults take fifteen.
 _SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 
