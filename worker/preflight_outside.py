@@ -61,7 +61,8 @@ def _of_process(process: Process, init: int) -> Iterator[Fact]:
     folder = Path("/proc", str(process.host_pid))
     with contextlib.suppress(OSError):
         for kind in _OWN_NAMESPACES:
-            if _namespace(process.host_pid, kind) != _namespace(init, kind):
+            own = _namespace(process.host_pid, kind)
+            if own and own != _namespace(init, kind):  # one that has ended meanwhile is in none
                 yield Fact("namespace", str(process), detail={"mnt": "mount", "net": "network"}.get(kind, kind))
                 break
         if " /[aio]" in (folder / "maps").read_text():
@@ -80,9 +81,10 @@ def _of_process(process: Process, init: int) -> Iterator[Fact]:
 
 
 def _namespace(pid: int, kind: str) -> str:
+    """The namespace of a process, empty for one that has ended."""
     try:
         return str(Path("/proc", str(pid), "ns", kind).readlink())
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
 
 

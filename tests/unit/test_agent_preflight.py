@@ -4,11 +4,13 @@ import errno
 import os
 import socket
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moorage.worker import preflight_outside
 from moorage.worker.preflight import OpenFile, Process, examine, exec_sessions, space
 from moorage.worker.preflight_proc import mapped_writable, mappings, read_processes
 
@@ -133,3 +135,10 @@ def test_a_zombie_is_left_out() -> None:
         assert read_processes([child]) == [] and mapped_writable([child]) == set()
     finally:
         os.waitpid(child, 0)
+
+
+def test_a_process_that_has_just_ended_is_no_nested_container() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = Process(pid=165, host_pid=ended.pid, name="sleep")
+    assert not list(preflight_outside._of_process(gone, os.getpid()))
