@@ -21,7 +21,6 @@ from moorage.worker.guard.wire import pack, unpack
 failpoints.declare("gpu.spawn.before", "gpu.spawn.after")
 
 _SPAWN_SECONDS = 60.0
-_MESSAGE_MAX = 1 << 30
 _answers = msgspec.msgpack.Decoder(m.Answer)
 
 
@@ -119,7 +118,7 @@ class _Connection:
 
     async def _listen(self) -> None:
         try:
-            while (body := await unpack(self._reader, limit=_MESSAGE_MAX)) is not None:
+            while (body := await unpack(self._reader, limit=m.MESSAGE_MAX)) is not None:
                 answer = _answers.decode(body)
                 if (waiting := self._waiting.get(answer.id)) and not waiting.done():
                     waiting.set_result(answer)

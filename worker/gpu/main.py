@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,40 +16,19 @@ from moorage.errors import MoorageError, WireError
 from moorage.worker.gpu import messages as m
 from moorage.worker.gpu.broker import Broker, Devices
 from moorage.worker.guard import kernel
+from moorage.worker.guard.detach import detach, log_to, tell
 from moorage.worker.guard.files import take_lock
-from moorage.worker.guard.main import log_to
 from moorage.worker.guard.server import listen_private
 from moorage.worker.guard.wire import pack, unpack
 
 log = structlog.get_logger(__name__)
 
-MESSAGE_MAX = 1 << 30
 _calls = msgspec.msgpack.Decoder(m.Call)
 
 
 def main() -> int:
     """Parse arguments, fork the broker, wait until it answers on its socket. 0, or 1 with the reason on stderr."""
-    parser = argparse.ArgumentParser(prog="moorage.worker.gpu")
-    parser.add_argument("--folder", required=True, type=Path)
-    folder: Path = parser.parse_args().folder
-    heard, told = os.pipe()
-    if os.fork():
-        os.close(told)
-        with os.fdopen(heard, "rb") as pipe:
-            answer = pipe.read()
-        if answer == b"ready":
-            return 0
-        print(answer.decode(errors="replace") or "the GPU broker died at its start", file=sys.stderr)
-        return 1
-    os.close(heard)
-    os.setsid()
-    try:
-        _broker(folder, told)
-    except BaseException as error:
-        _tell(told, str(error) if isinstance(error, MoorageError) else f"{type(error).__name__}: {error}")
-        structlog.get_logger(__name__).exception("the GPU broker ends")
-        os._exit(1)
-    os._exit(0)
+    return detach("moorage.worker.gpu", "the GPU broker", _broker)
 
 
 def _broker(folder: Path, told: int) -> None:
@@ -61,7 +38,7 @@ def _broker(folder: Path, told: int) -> None:
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     kernel.protect_from_memory_killer()
-    asyncio.run(serve(folder, Broker(real_devices()), lambda: _tell(told, "ready")))
+    asyncio.run(serve(folder, Broker(real_devices()), lambda: tell(told, "ready")))
     os.close(lock)
 
 
@@ -103,7 +80,7 @@ async def _converse(
     """Each order in a task of its own: one goes on without its caller."""
     working: set[asyncio.Task[None]] = set()
     try:
-        while (body := await unpack(reader, limit=MESSAGE_MAX)) is not None:
+        while (body := await unpack(reader, limit=m.MESSAGE_MAX)) is not None:
             task = asyncio.create_task(_answer(broker, _calls.decode(body), writer, stop))
             working.add(task)
             task.add_done_callback(working.discard)
@@ -127,9 +104,3 @@ async def _answer(broker: Broker, call: m.Call, writer: asyncio.StreamWriter, st
         await writer.drain()
     if isinstance(call.request, m.Exit) and answer.error is None:
         stop.set()
-
-
-def _tell(told: int, words: str) -> None:
-    with contextlib.suppress(OSError):
-        os.write(told, words.encode())
-        os.close(told)

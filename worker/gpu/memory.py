@@ -21,11 +21,11 @@ import msgspec
 import structlog
 
 from moorage.barrier import clock
-from moorage.errors import DeviceFailed, MoorageError, Refused, Unavailable
+from moorage.errors import DeviceFailed, MoorageError, Unavailable
 from moorage.worker.gpu import channel, wire
 from moorage.worker.gpu.blocks import Block, SavedProcess
 from moorage.worker.gpu.channel import Channel
-from moorage.worker.gpu.driver import CHECKPOINTED, DriverProcess
+from moorage.worker.gpu.driver import DriverProcess
 from moorage.worker.gpu.process import Asked, CudaProcess, same_file
 from moorage.worker.gpu.wire import BlockName, Memory, Type
 
@@ -57,7 +57,6 @@ class PodMemory:
         self.blocks: dict[BlockName, Block] = {}
         self.expected: dict[int, SavedProcess] = {}  # restored, and not seen yet
         self._drive = drive
-        self._away = False  # evicted, and not brought back yet
         self._changed = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
@@ -207,7 +206,6 @@ class PodMemory:
         """The memory of processes that CRIU brings back; `bring_back` waits for them."""
         self.expected = {p.process: p for p in processes if p.process not in self.processes}
         self.blocks.update(blocks)
-        self._away = True
 
     async def quiesce(self, seconds: float) -> None:
         """Until no process submits work. On failure all run on."""
@@ -223,7 +221,6 @@ class PodMemory:
         Returns the bytes of bulk memory. On failure everything is brought back, then the error is raised.
         """
         total = 0
-        self._away = True
         try:
             for size in await _each(self.processes.values(), lambda process: process.evict()):
                 total += size
@@ -246,10 +243,9 @@ class PodMemory:
         await self._wait(end)
         everybody = list(self.processes.values())
         drivers = [self._drive(process.pid) for process in everybody]
-        await _each(drivers, lambda driver: asyncio.to_thread(_restore, driver, mapping))
+        await _each(drivers, lambda driver: asyncio.to_thread(driver.restore, mapping))
         await _each(drivers, lambda driver: asyncio.to_thread(driver.unlock))
         await _each([p for p in everybody if p.evicted], self._map)
-        self._away = False
         await self.release()
 
     async def _map(self, process: CudaProcess) -> None:
@@ -295,11 +291,6 @@ class PodMemory:
         self.blocks.clear()
 
 
-def _restore(driver: DriverProcess, mapping: dict[str, str] | None) -> None:
-    if driver.state == CHECKPOINTED:
-        driver.restore(mapping)
-
-
 def _has(block: Block, descriptor: int) -> bool:
     return descriptor >= 0 and any(same_file(descriptor, own) for own in block.descriptors)
 
@@ -314,13 +305,3 @@ async def _each(items: Iterable[T], do: Callable[[T], Awaitable[R]]) -> list[R]:
             raise Unavailable(f"a process of the pod went away: {result}") from result
         done.append(result)
     return done
-
-
-def refuse(found: list[Refusal]) -> None:
-    """Raises `Refused` for the first of ``found``."""
-    if found:
-        first = found[0]
-        raise Refused(
-            f"{first.process}: {first.api}{f' ({first.size} bytes)' if first.size else ''} cannot be saved",
-            "free that memory before the checkpoint, or allocate it with cudaMalloc",
-        )

@@ -14,7 +14,8 @@ from moorage.worker.gpu.blocks import SavedMemory
 
 SOCKET_FILE = "broker.sock"
 LOG_FILE = "broker.log"
-LOCK_FILE = "guard.lock"  # what `guard.files.take_lock` uses
+#: No message comes near this: the chunks of 100 GiB take some megabytes.
+MESSAGE_MAX = 1 << 30
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):

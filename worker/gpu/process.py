@@ -33,7 +33,6 @@ class CudaProcess:
         self.number = hello.process
         self.name = hello.name
         self.pod_pid = hello.pid
-        self.evicted = hello.evicted
         self.connect(channel, hello)
 
     def connect(self, channel: Channel, hello: wire.Hello) -> None:
