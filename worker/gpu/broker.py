@@ -128,7 +128,7 @@ class Broker:
         return m.Answer(
             id=0,
             processes=[m.Seen(process.pid, process.name) for process in pod.memory.processes.values()],
-            objections=[m.Objection(refusal.process, refusal.api, refusal.size) for refusal in found],
+            objections=found,
             bytes_total=sum(block.about.size for block in pod.memory.blocks.values()),
             bytes_free=free,
         )

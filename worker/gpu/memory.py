@@ -26,6 +26,7 @@ from moorage.worker.gpu import channel, wire
 from moorage.worker.gpu.blocks import Block, SavedProcess
 from moorage.worker.gpu.channel import Channel
 from moorage.worker.gpu.driver import DriverProcess
+from moorage.worker.gpu.messages import Objection
 from moorage.worker.gpu.process import Asked, CudaProcess, same_file
 from moorage.worker.gpu.wire import BlockName, Memory, Type
 
@@ -34,14 +35,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _POLL_SECONDS = 0.05
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """Something of a process that cannot be saved. ``size`` in bytes."""
-
-    process: str
-    api: str
-    size: int = 0
 
 
 class PodMemory:
@@ -187,19 +180,19 @@ class PodMemory:
 
     # -- a checkpoint
 
-    async def refusals(self) -> list[Refusal]:
+    async def refusals(self) -> list[Objection]:
         """What cannot be saved, by process and API. Raises `Unavailable` when a process does not answer."""
-        found: list[Refusal] = []
+        found: list[Objection] = []
         for process in list(self.processes.values()):
             status = msgspec.json.decode(await process.status())
             for entry in status.get("refusals", []):
-                found.append(Refusal(str(process), str(entry["api"]), int(entry["size"])))
+                found.append(Objection(str(process), str(entry["api"]), int(entry["size"])))
         for name, block in self.blocks.items():
             owner = self.blocks.get(BlockName(block.about.owner, block.about.owner_id))
             if owner is None or not owner.descriptors:
                 maker = self.processes.get(name.process)
                 label = str(maker) if maker else f"process {name.process:016x}"
-                found.append(Refusal(label, "memory whose descriptor is not here any more", block.about.size))
+                found.append(Objection(label, "memory whose descriptor is not here any more", block.about.size))
         return found
 
     def take(self, processes: list[SavedProcess], blocks: dict[BlockName, Block]) -> None:
