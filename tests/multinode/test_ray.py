@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -202,7 +204,9 @@ def test_an_example_ends_right_from_its_readme_line(name: str) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     text = (ROOT / "examples" / name / "README.md").read_text()
     [line] = [one for one in re.findall(r"^\$ (.*)$", text, re.MULTILINE) if not one.startswith("moorage dev")]
-    with DevCluster(nodes=4, lease_seconds=4) as made:
+    with DevCluster(nodes=4, lease_seconds=4) as made, socket.socket() as taken:
+        with contextlib.suppress(OSError):  # someone has it already, as any connection of this machine may
+            taken.bind(("", 52365))  # where Ray's agent listens that takes jobs, unless it is told otherwise
         done = subprocess.run(
             shlex.split(line),
             cwd=ROOT,

@@ -49,7 +49,8 @@ class LocalRay:
         Path("/tmp/ray").mkdir(exist_ok=True)  # where Ray writes the address of the newest cluster
         head: dict[str, Any] = {"num_cpus": 0, "include_dashboard": self._dashboard, "_system_config": _SYSTEM}
         if self._dashboard:
-            [port] = free_ports(1)
+            # Ray's own choice for the agent that takes jobs may be the source port of any connection on this machine.
+            port, head["dashboard_agent_listen_port"] = free_ports(2)
             head["dashboard_port"] = port
             self.dashboard = f"http://127.0.0.1:{port}"
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
