@@ -238,7 +238,8 @@ class Rebuild(msgspec.Struct, frozen=True, array_like=True, tag=21):
 
     ``communicators``: names with their fresh unique ids, all of `model.Plan.rebuild`. ``again``: fresh ids for
     creations that were taken back, for all processes, also those that have not come to them yet; splits and shrinks
-    need none and are left out. Registrations, windows and reductions are replayed. `Done` when all stand; gates stay closed.
+    need none and are left out. Registrations, windows and reductions are replayed. `Done` when all stand; gates stay
+    closed.
     """
 
     request: int
