@@ -1,7 +1,9 @@
 """A job with much device memory: driver checkpoint + CRIU against moorage, same program, same tmpfs, one run.
 
-``python -m bench.gpu_checkpoint [--sizes 8,32,64] [--baseline 8,32]``. Needs an NVIDIA GPU, root, and host memory for
-two copies of the largest baseline. All device memory is distinct and incompressible.
+``python -m bench.gpu_checkpoint [--sizes 8,32,64] [--baseline 8,32] [--host 8]``. Needs an NVIDIA GPU, root, and host
+memory for two copies of the largest baseline. All device memory is distinct and incompressible. ``--host``: device
+memory of a row with 16 GiB of host memory and 4 GiB pinned. The tmpfs is for both; its memory is written once before
+anything is measured (a virtual machine gets its memory at the first touch) and has huge pages unless ``--huge never``.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +71,24 @@ class Control:
         return self.wait("sum")
 
 
-def command(control: Control, gib: int) -> list[str]:
-    return [sys.executable, str(BALLAST), str(control.folder), str(gib)]
+def command(control: Control, gib: int, host: tuple[int, int] = (0, 0)) -> list[str]:
+    """``host``: GiB of host memory, and of pinned memory beside it."""
+    more = [str(number) for number in host] if any(host) else []
+    return [sys.executable, str(BALLAST), str(control.folder), str(gib), *more]
+
+
+def touch_all(folder: Path, gib: int) -> None:
+    """Write so much to the tmpfs once, with all processors, and delete it."""
+    noise = memoryview(os.urandom(64 << 20))
+
+    def one(number: int) -> None:
+        with (folder / f"touched-{number}").open("wb", buffering=0) as file:
+            file.write(noise)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(one, range(gib * 16)))
+    for path in folder.glob("touched-*"):
+        path.unlink()
 
 
 # -- (a) driver checkpoint + CRIU
@@ -162,13 +181,13 @@ def stored(state: Path) -> int:
     return sum(path.stat().st_size for path in (state / "store" / "packs").iterdir())
 
 
-def ours(folder: Path, gib: int, *, all_changed: bool) -> dict[str, Any]:
+def ours(folder: Path, gib: int, *, all_changed: bool, host: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """First checkpoint, heartbeats with 1 % changed, one with all changed, restore on another node."""
-    control = Control(folder / f"control-{gib}")
+    control = Control(folder / f"control-{gib}-{host[0]}")
     found: dict[str, Any] = {}
     with cluster(folder) as (client, state):
         job = client.run(
-            command(control, gib), name="ballast", gpus_per_pod=1, env=environment(),
+            command(control, gib, host), name="ballast", gpus_per_pod=1, env=environment(),
             working_directory="/", mounts=[f"{control.folder}:{control.folder}"],
         )  # fmt: skip
         control.wait("ready")
@@ -219,14 +238,22 @@ def main() -> int:
     parser.add_argument("--sizes", default="8,32,64")
     parser.add_argument("--baseline", default="8,32")
     parser.add_argument("--commit", default="", help="of this tree, where there is no git")
+    parser.add_argument("--host", type=int, default=8, help="GiB on the device with 16 + 4 GiB on the host")
+    parser.add_argument("--huge", choices=("always", "never"), default="always", help="pages of the tmpfs")
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")]
     compared = [int(size) for size in options.baseline.split(",") if size]
     folder = Path(tempfile.mkdtemp(prefix="moorage-bench-", dir="/var/tmp"))
     folder.chmod(0o755)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=95%,mode=755", "tmpfs", str(folder)], check=True)
+    mounting = f"size=95%,mode=755,huge={options.huge}"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", mounting, "tmpfs", str(folder)], check=True)
     figures: dict[str, Any] = {}
     try:
+        touch_all(folder, round(max([*sizes, *(2 * size for size in compared)]) * 1.1))
+        if options.host:
+            print(f"moorage, {options.host} GiB and 16 + 4 GiB on the host", flush=True)
+            figures["host_16+4"] = ours(folder, options.host, all_changed=False, host=(16, 4))
+            print(*figures["host_16+4"].pop("log"), sep="\n", flush=True)
         for gib in sizes:
             print(f"moorage, {gib} GiB", flush=True)
             figures[f"moorage_{gib}"] = ours(folder, gib, all_changed=gib <= 32)
@@ -244,7 +271,7 @@ def main() -> int:
             figures=figures,
             targets=targets(figures),
             versions=versions("cuda-core", "torch"),
-            machine=machine() | gpu(),
+            machine=machine() | gpu() | {"tmpfs": mounting},
             commit=options.commit or commit(),
         )
         report.write()

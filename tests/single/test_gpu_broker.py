@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,10 @@ from moorage.errors import CorruptData, DeadlineExceeded, DeviceFailed, MoorageE
 from moorage.store import Store
 from moorage.store_settings import StoreSettings
 from moorage.worker.gpu import messages as m
+from moorage.worker.gpu import ring
 from moorage.worker.gpu.blocks import SavedMemory
 from moorage.worker.gpu.broker import Broker, Devices
-from moorage.worker.gpu.device import CHUNK
+from moorage.worker.gpu.device import CHUNK, Slot
 from moorage.worker.gpu.main import serve
 from tests.support.fake_gpu import FakeDevice, FakeDriver, FakeProcess, content, memory
 
@@ -129,6 +132,49 @@ def test_a_copy_that_does_not_fit_is_said_and_the_job_runs_on(tmp_path: Path) ->
         await process.end()
 
     run(tmp_path, test)
+
+
+def test_what_was_captured_is_written_before_anybody_asks_and_a_failure_is_told_to_who_asks(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        data = numbers(7, 9)  # more than two slots hold
+        process = FakeProcess(await rig.attach("pod"), {1: memory(data)})
+        await rig.known("pod", len(data))
+        rig.device.broken = "to_host"
+        with pytest.raises(DeviceFailed, match="to_host"):
+            await rig.save("pod", 1)
+        rig.device.broken = ""
+        await rig.broker.do(m.Forget("pod", 1))
+        assert process.level == 0 and not list((tmp_path / "store" / "packs").iterdir())
+        await rig.broker.do(m.Begin("pod", 2, rig.location, NONE, "test", 0))
+        await rig.broker.do(m.Quiesce("pod", 2, 5.0))
+        await rig.broker.do(m.Capture("pod", 2))
+        async with asyncio.timeout(20):
+            while not list((tmp_path / "store" / "index").iterdir()):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await rig.broker.do(m.BringBack("pod", 5.0))
+        assert (await rig.broker.do(m.Persist("pod", 2))).bytes_new == len(data)
+        await rig.broker.do(m.Forget("pod", 2))
+        assert content(process.blocks[1]) == data
+        await process.end()
+
+    run(tmp_path, test)
+
+
+def test_a_thread_that_fails_stops_the_others_and_slots_have_one_user_at_a_time() -> None:
+    slots = [Slot(number, memoryview(bytearray(1)), threading.Lock()) for number in range(8)]
+    taken: list[int] = []
+
+    def work(slot: Slot, other: Slot, items: Iterator[int]) -> None:
+        for item in items:
+            assert slot.busy.locked() and other.number == slot.number + 1
+            taken.append(item)
+            if item == 3:
+                raise NoCapacity("full")
+
+    with pytest.raises(NoCapacity, match="full"):
+        ring.share_out(slots, itertools.count(), work)
+    assert sorted(set(taken)) == sorted(taken) and 3 in taken
+    assert not any(slot.busy.locked() for slot in slots)
 
 
 def test_a_process_that_does_not_come_to_rest_is_named_and_all_run_on(tmp_path: Path) -> None:

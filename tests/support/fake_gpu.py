@@ -10,7 +10,8 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,7 +36,8 @@ class FakeDevice:
         self.broken = ""  # the step that fails
         self._maps: dict[int, mmap.mmap] = {}
         self._next = 0x7F0000000000
-        self._slots = [Slot(number, memoryview(bytearray(4 * CHUNK))) for number in range(4)]
+        self._copies = threading.local()
+        self._slots = [Slot(number, memoryview(bytearray(4 * CHUNK)), threading.Lock()) for number in range(4)]
 
     def _map(self, descriptor: int, size: int) -> Region:
         address, self._next = self._next, self._next + size + CHUNK
@@ -94,13 +96,26 @@ class FakeDevice:
 
     def to_host(self, address: int, slot: Slot, size: int) -> None:
         self._may("to_host")
-        slot.view[:size] = self._read(address, size)
+        slot.view[:size] = bytes([0xDD]) * size  # nobody may take it before `wait`
+        self._begun(lambda: slot.view.__setitem__(slice(0, size), self._read(address, size)))
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
         self._may("to_device")
-        for offset, address, size in pieces:
-            mapped, at = self._at(address)
-            mapped[at : at + size] = slot.view[offset : offset + size]
+
+        def copy() -> None:
+            for offset, address, size in pieces:
+                mapped, at = self._at(address)
+                mapped[at : at + size] = slot.view[offset : offset + size]
+
+        self._begun(copy)
+
+    def _begun(self, copy: Callable[[], None]) -> None:
+        self._copies.__dict__.setdefault("begun", []).append(copy)
+
+    def wait(self) -> None:
+        begun, self._copies.begun = self._copies.__dict__.get("begun", []), []
+        for copy in begun:
+            copy()
 
     def _read(self, address: int, size: int) -> bytes:
         mapped, at = self._at(address)

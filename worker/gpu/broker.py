@@ -193,6 +193,8 @@ class Broker:
         if pod.captured != request.attempt:
             timings = await asyncio.to_thread(saving.capture, owners(pod.memory.blocks), self._device(pod))
             pod.captured = request.attempt
+            # The copies do not change any more: they are on their way while CRIU saves the processes.
+            pod.writing = asyncio.create_task(self._write(pod, saving))
         return m.Answer(id=0, bytes_new=saving.bytes_changed, timings=timings)
 
     async def _bring_back(self, pod: _Attached, request: m.BringBack) -> m.Answer:

@@ -14,10 +14,11 @@ from typing import Any
 from moorage.errors import DeviceFailed, EnvironmentLacking, NoCapacity, NotFound
 from moorage.worker.gpu.device import CHUNK, Region, Slot
 
-_SLOT_BYTES = 32 << 20
-_SLOTS = 16
+_SLOT_BYTES = 16 << 20
+_SLOTS = 32  # two for each thread: one is copied while the other is written or read
 _LEAF_GROUP = 256 << 10
 _VALUE = 32
+_current = threading.local()  # the device whose context is the thread's
 _DESCRIPTOR_KIND = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"
 
 
@@ -62,9 +63,11 @@ class CudaDevice:
 
     def _enter(self) -> Any:
         """Make the context this thread's; returns the thread's stream."""
+        if getattr(_current, "device", None) is not self:
+            self._call(self._cu.cuCtxSetCurrent, self._context)
+            _current.device = self
         stream = getattr(self._here, "stream", None)
         if stream is None:
-            self._call(self._cu.cuCtxSetCurrent, self._context)
             flags = self._cu.CUstream_flags.CU_STREAM_NON_BLOCKING
             stream = self._here.stream = self._call(self._cu.cuStreamCreate, flags)
         return stream
@@ -236,20 +239,21 @@ class CudaDevice:
                 for number in range(_SLOTS):
                     address = int(self._call(self._cu.cuMemHostAlloc, _SLOT_BYTES, 0))
                     view = memoryview((ctypes.c_char * _SLOT_BYTES).from_address(address)).cast("B")
-                    self._slots.append(Slot(number, view))
+                    self._slots.append(Slot(number, view, threading.Lock()))
             return self._slots
 
     def to_host(self, address: int, slot: Slot, size: int) -> None:
         stream = self._enter()
         self._call(self._cu.cuMemcpyDtoHAsync, _address(slot.view), address, size, stream)
-        self._call(self._cu.cuStreamSynchronize, stream)
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
         stream = self._enter()
         base = _address(slot.view)
         for offset, address, size in pieces:
             self._call(self._cu.cuMemcpyHtoDAsync, address, base + offset, size, stream)
-        self._call(self._cu.cuStreamSynchronize, stream)
+
+    def wait(self) -> None:
+        self._call(self._cu.cuStreamSynchronize, self._enter())
 
 
 def _address(view: memoryview) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -17,10 +18,11 @@ class Region(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One piece of pinned host memory, with a way of its own to the device. ``view`` is as long as the piece."""
+    """One piece of pinned host memory. ``view`` is as long as the piece; ``busy``: whose turn it is."""
 
     number: int
     view: memoryview
+    busy: threading.Lock
 
 
 class Device(Protocol):
@@ -50,10 +52,13 @@ class Device(Protocol):
         """Fill with zeros."""
 
     def slots(self) -> Sequence[Slot]:
-        """The pinned ring. A slot is used by one thread at a time."""
+        """The pinned ring of this GPU, which all pods share: see `ring.share_out`."""
 
     def to_host(self, address: int, slot: Slot, size: int) -> None:
-        """Copy ``size`` bytes from the device to the slot's beginning."""
+        """Begin to copy ``size`` bytes from the device to the slot's beginning; they are there after `wait`."""
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
-        """Copy pieces ``(offset in the slot, address, size)`` to the device."""
+        """Begin to copy pieces ``(offset in the slot, address, size)``; the slot is free again after `wait`."""
+
+    def wait(self) -> None:
+        """Until all copies that this thread began are done."""

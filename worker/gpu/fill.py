@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from moorage.errors import CorruptData
 from moorage.store import Content, Store, bulk
 from moorage.worker.gpu.blocks import DIGEST, Block, SavedBlock, told
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
+from moorage.worker.gpu.ring import share_out
 from moorage.worker.gpu.wire import BlockFlag, BlockName
-
-_THREADS = 16
 
 
 class _Target(NamedTuple):
@@ -87,29 +84,33 @@ def _wanted(
 
 
 def _bring(store: Store, wanted: Mapping[bytes, list[_Target]]) -> None:
+    """Each thread reads into one slot while the other is copied to the devices."""
     devices = {target.device.index: target.device for targets in wanted.values() for target in targets}
-    slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-    limit = 0
-    for gpu in list(devices.values())[:1]:
-        for slot in gpu.slots():
-            slots.put(slot)
-            limit = len(slot.view)
+    if not devices:
+        return
+    slots = next(iter(devices.values())).slots()
 
-    def take(run: bulk.Run) -> None:
-        slot = slots.get()
+    def take(run: bulk.Run, slot: Slot) -> dict[int, list[tuple[int, int, int]]]:
+        pieces: dict[int, list[tuple[int, int, int]]] = {}
+        for piece in bulk.read(store, run, slot.view):
+            for target in wanted[piece.name]:
+                pieces.setdefault(target.device.index, []).append((piece.offset, target.address, piece.length))
+        return pieces
+
+    def work(slot: Slot, other: Slot, runs: Iterator[bulk.Run]) -> None:
         try:
-            pieces: dict[int, list[tuple[int, int, int]]] = {}
-            for piece in bulk.read(store, run, slot.view):
-                for target in wanted[piece.name]:
-                    pieces.setdefault(target.device.index, []).append((piece.offset, target.address, piece.length))
-            for index, parts in pieces.items():
-                devices[index].to_device(slot, parts)
+            for run in runs:
+                pieces = take(run, slot)
+                for gpu in devices.values():
+                    gpu.wait()  # the other slot's copies, while which this one was read
+                for index, parts in pieces.items():
+                    devices[index].to_device(slot, parts)
+                slot, other = other, slot
         finally:
-            slots.put(slot)
+            for gpu in devices.values():
+                gpu.wait()
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="gpu-fill") as pool:
-        for done in [pool.submit(take, run) for run in bulk.runs(store, dict.fromkeys(wanted, CHUNK), limit)]:
-            done.result()
+    share_out(slots, bulk.runs(store, dict.fromkeys(wanted, CHUNK), len(slots[0].view)), work)
 
 
 def _verify(

@@ -10,11 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 
 from blake3 import blake3
 
@@ -22,10 +20,10 @@ from moorage.errors import AttemptAborted, NoCapacity
 from moorage.store import Chunk, Content, Store, Writer, WriteStats
 from moorage.worker.gpu.blocks import DIGEST, Block, ChangedChunk, changed, saved
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
+from moorage.worker.gpu.ring import THREADS, share_out
 from moorage.worker.gpu.wire import BlockName
 
 KIND = "device memory"
-_THREADS = 8
 _ZERO = bytes(CHUNK)
 
 
@@ -43,7 +41,8 @@ class Saving:
 
     def __init__(self, store: Store, *, label: str, nice: int) -> None:
         self._store = store
-        self._writer: Writer = store.writer(label=label, threads=_THREADS, nice=nice)
+        self._writer: Writer = store.writer(label=label, threads=THREADS, nice=nice)
+        self._nice = nice
         self._zero = blake3(_ZERO, key=store.key.chunks).digest()
         self._staged: list[Staged] = []
         self._names: dict[BlockName, bytes] = {}
@@ -119,26 +118,34 @@ class Saving:
         }, stats
 
     def _write(self, staged: Staged) -> None:
-        slots: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-        for slot in staged.device.slots():
-            slots.put(slot)
-        per_slot = len(staged.device.slots()[0].view) // CHUNK
+        """Each thread writes one slot into its pack while the other is filled from the device."""
+        device = staged.device
+        slots = device.slots()
+        per_slot = len(slots[0].view) // CHUNK
 
-        def put(first: int) -> None:
-            if self.cancelled.is_set():
-                raise AttemptAborted("the attempt is over")
-            names = staged.names[first : first + per_slot]
-            slot = slots.get()
+        def add(slot: Slot, names: list[bytes]) -> None:
+            pieces = [(name, slot.view[i * CHUNK : (i + 1) * CHUNK]) for i, name in enumerate(names)]
+            self._writer.add_named(pieces, kind=KIND)
+
+        def work(slot: Slot, other: Slot, firsts: Iterator[int]) -> None:
+            before: tuple[Slot, list[bytes]] | None = None
             try:
-                staged.device.to_host(staged.region.address + first * CHUNK, slot, len(names) * CHUNK)
-                pieces = [(name, slot.view[i * CHUNK : (i + 1) * CHUNK]) for i, name in enumerate(names)]
-                self._writer.add_named(pieces, kind=KIND)
+                for first in firsts:
+                    if self.cancelled.is_set():
+                        raise AttemptAborted("the attempt is over")
+                    names = staged.names[first : first + per_slot]
+                    device.to_host(staged.region.address + first * CHUNK, slot, len(names) * CHUNK)
+                    if before is not None:
+                        add(*before)
+                    device.wait()
+                    before = slot, names
+                    slot, other = other, slot
+                if before is not None:
+                    add(*before)
             finally:
-                slots.put(slot)
+                device.wait()  # nothing may be copied to a slot that is another's
 
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="gpu-save") as pool:
-            for done in [pool.submit(put, first) for first in range(0, len(staged.names), per_slot)]:
-                done.result()
+        share_out(slots, range(0, len(staged.names), per_slot), work, nice=self._nice)
 
     def _content(self, names: bytes) -> Content:
         chunks = [names[at : at + DIGEST] for at in range(0, len(names), DIGEST)]
