@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from moorage.barrier.kv import Put
+from moorage.barrier.kv import KeyValue, Put, WatchBatch
 from moorage.records import Event
 
 if TYPE_CHECKING:
@@ -28,40 +29,79 @@ async def read(leader: Leader, job: Job | None, *, follow: bool) -> AsyncIterato
     for kv in listing.items:
         told = int(kv.key.removeprefix(prefix))
         yield _decode(kv.value)
-    if not follow or (job.state.over and told + 1 >= job.state.said):
+    if not follow:
         return
     async with aclosing(leader.etcd.watch(prefix, since=listing.revision + 1)) as batches:
-        async for batch in batches:
-            puts = [event.kv for event in batch.events if isinstance(event, Put)]
-            for kv in batch.relisted.items if batch.relisted else puts:
-                number = int(kv.key.removeprefix(prefix))
-                if number > told:
-                    told = number
-                    yield _decode(kv.value)
-            if job.state.over and told + 1 >= job.state.said:
-                return
+        coming: asyncio.Future[WatchBatch] | None = None
+        try:
+            while True:
+                # Etcd may show the last event before this coordinator knows that its write succeeded, and so before the
+                # job is over here: what ends the stream may be either of the two.
+                seen = job.changed.rung
+                if job.state.over and told + 1 >= job.state.said:
+                    return
+                coming = coming or asyncio.ensure_future(anext(batches))
+                if not await _first(coming, job, seen):
+                    continue
+                batch, coming = coming.result(), None
+                for kv in _written(batch):
+                    number = int(kv.key.removeprefix(prefix))
+                    if number > told:
+                        told = number
+                        yield _decode(kv.value)
+        finally:
+            if coming is not None:  # a generator that still runs cannot be closed
+                coming.cancel()
+                await asyncio.wait([coming])
+
+
+async def _first(coming: asyncio.Future[WatchBatch], job: Job, seen: int) -> bool:
+    """Wait for the next batch or for the next change of the job; whether it was the batch."""
+    changed = asyncio.create_task(job.changed.wait(seen))
+    either: set[asyncio.Future[Any]] = {coming, changed}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return coming.done()
+    finally:
+        changed.cancel()
+        await asyncio.wait([changed])
+
+
+def _written(batch: WatchBatch) -> Iterable[KeyValue]:
+    if batch.relisted is not None:
+        return batch.relisted.items
+    return [event.kv for event in batch.events if isinstance(event, Put)]
+
+
+def _place(kv: KeyValue) -> tuple[str, int]:
+    folder, _, number = kv.key.rpartition("/")
+    return folder, int(number)
 
 
 async def _all(leader: Leader, *, follow: bool) -> AsyncIterator[Event]:
     found: list[Event] = []
+    told: dict[str, int] = {}
     revision = 0
     for name in sorted(leader.jobs):
         listing = await leader.etcd.list(leader.keys.events(name))
         revision = revision or listing.revision
         found += [_decode(kv.value) for kv in listing.items]
-    newest = 0.0
+        told |= dict(map(_place, listing.items))
     for event in sorted(found, key=lambda event: event.time):
-        newest = event.time
         yield event
     if not follow:
         return
     revision = revision or (await leader.etcd.list(leader.keys.names, limit=1)).revision
     async with aclosing(leader.etcd.watch(leader.keys.jobs, since=revision + 1)) as batches:
         async for batch in batches:
-            puts = [event.kv for event in batch.events if isinstance(event, Put)]
-            for kv in batch.relisted.items if batch.relisted else puts:
-                if "/events/" in kv.key and (event := _decode(kv.value)).time > newest:
-                    yield event
+            for kv in _written(batch):
+                if "/events/" not in kv.key:
+                    continue
+                # By number: of two jobs' events the one that is written later may bear the earlier time.
+                folder, number = _place(kv)
+                if number > told.get(folder, -1):
+                    told[folder] = number
+                    yield _decode(kv.value)
 
 
 def _decode(value: bytes) -> Event:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from moorage import quiet_grpc  # noqa: F401  # isort: skip  # first: all that follows imports gRPC
 from moorage.coordinator.client.aio import AsyncClient, AsyncJob
 from moorage.coordinator.client.drains import DrainInfo, MoveInfo
 from moorage.coordinator.client.models import (

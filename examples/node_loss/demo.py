@@ -166,9 +166,10 @@ def demonstrate(
             if bucket:
                 timeline.add(f"DELETED the copies of the store on {', '.join(deleted)}: only the bucket has it now")
             code = process.wait(timeout=options.timeout)
+            ended = time.time()
             job.wait(timeout=60)
             events.join(timeout=10)
-            timeline.add(f"moorage torchrun ended with exit code {code}")
+            timeline.add(f"moorage torchrun ended with exit code {code}", ended)
             found = {"bucket": bucket.look() | {"local_copies_deleted": deleted}} if bucket else {}
             return found | report.build(
                 reference,

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from moorage.quiet_grpc import grpc
 
 
 class PrivatePool:

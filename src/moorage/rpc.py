@@ -279,12 +279,26 @@ def translate(error: grpc.RpcError, what: str) -> MoorageError:
     code = error.code() if hasattr(error, "code") else None
     details = error.details() if hasattr(error, "details") else str(error)
     if code == grpc.StatusCode.UNAVAILABLE:
-        return Unavailable(f"{what} cannot be reached", f"is it running? {details}")
+        return _unreachable(what, details or "")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{what} did not answer in time")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
         return Forbidden(f"{what} refused this caller: {details}")
     return MoorageError(f"{what}: {code.name if code else 'error'}: {details}")
+
+
+def _unreachable(what: str, details: str) -> Unavailable:
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return Unavailable(
+            f"{what} is of another authority: its certificate is not one that is trusted here",
+            "is tls.ca of its cluster? A cluster that is gone may have left its port to another",
+        )
+    if "Socket closed" in details:
+        return Unavailable(
+            f"{what} cannot be reached: it closed the connection",
+            f"is it going down, or is this certificate none of its cluster (tls.cert)? {details}",
+        )
+    return Unavailable(f"{what} cannot be reached", f"is it running? {details}")
 
 
 async def accepted(call: Any) -> bool:

@@ -535,3 +535,39 @@ def test_text_that_cannot_travel_and_limits_that_cannot_be_are_refused(tmp_path:
     ):
         assert said(shell=shell)[0] == code
         assert words in said(shell=shell)[1] and "Traceback" not in said(shell=shell)[1]
+
+
+def test_another_cluster_on_the_port_is_named_in_two_lines_and_nothing_else(tmp_path: Path) -> None:
+    """In a process of its own: what gRPC's core writes goes past Python's stderr."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "other").mkdir()
+    script = (
+        "import sys; from moorage.cli import options, main; from moorage.coordinator.client import sync;"
+        "made = sync.Client.__init__;"
+        "sync.Client.__init__ = lambda self, **given: made(self, **(given | {'patience': 0.5}));"
+        "main.main(sys.argv[1:])"
+    )
+    with FakeCoordinator(tmp_path / "mine") as mine, FakeCoordinator(tmp_path / "other") as other:
+        command_line = ["--config", str(mine.config_file), "--coordinator", other.config.coordinator, "jobs"]
+        environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+        done = subprocess.run(
+            [sys.executable, "-c", script, *command_line], capture_output=True, text=True, env=environment, check=False
+        )
+    first, second = done.stderr.splitlines()
+    assert done.returncode == Unavailable.exit_code
+    assert first == (
+        f"moorage: coordinator {other.config.coordinator} is of another authority: its certificate is not one that is"
+        " trusted here"
+    )
+    assert "tls.ca" in second
+
+
+def test_the_command_leaves_grpcs_setting_to_its_jobs_as_it_was() -> None:
+    script = "import os, moorage.cli.main; print(os.environ.get('GRPC_VERBOSITY'))"
+    for value in (None, "debug"):
+        environment = {name: kept for name, kept in os.environ.items() if name != "GRPC_VERBOSITY"}
+        environment |= {"GRPC_VERBOSITY": value} if value else {}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=True
+        )
+        assert done.stdout.strip() == str(value)
