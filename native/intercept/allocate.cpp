@@ -42,23 +42,27 @@ CUresult allocate(CUdeviceptr* pointer, std::size_t size) {
   const std::size_t whole = rounded(size, place.device);
   if (whole == 0) return CUDA_ERROR_OUT_OF_MEMORY;
   bury();
+  auto access = access_for(place);
+  if (const CUdeviceptr kept = take_freed(whole, size, place.device, place.context, access)) {
+    *pointer = kept;
+    return CUDA_SUCCESS;
+  }
   CUmemAllocationProp properties{};
   properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   properties.location = {CU_MEM_LOCATION_TYPE_DEVICE, {place.device}};
   properties.allocFlags.gpuDirectRDMACapable = rdma_supported(place.device) ? 1 : 0;
   CUmemGenericAllocationHandle real = 0;
-  CUresult result = real::cuMemCreate(&real, whole, &properties, 0);
+  CUresult result = without_freed([&] { return real::cuMemCreate(&real, whole, &properties, 0); });
   if (result != CUDA_SUCCESS && properties.allocFlags.gpuDirectRDMACapable != 0 && result != CUDA_ERROR_OUT_OF_MEMORY) {
     properties.allocFlags.gpuDirectRDMACapable = 0;
-    result = real::cuMemCreate(&real, whole, &properties, 0);
+    result = without_freed([&] { return real::cuMemCreate(&real, whole, &properties, 0); });
   }
   if (result != CUDA_SUCCESS) return result == CUDA_ERROR_OUT_OF_MEMORY ? result : CUDA_ERROR_NOT_SUPPORTED;
 
   Block block;
   block.real = real;
   block.size = whole;
-  auto access = access_for(place);
   CUdeviceptr address = 0;
   result = map_somewhere(block, &address, access);
   if (result != CUDA_SUCCESS) {
@@ -78,7 +82,7 @@ CUresult allocate(CUdeviceptr* pointer, std::size_t size) {
                              .asked = size,
                              .context = place.context};
   }
-  control::poke();
+  control::news();
   *pointer = address;
   return CUDA_SUCCESS;
 }
@@ -113,7 +117,7 @@ CUresult release(CUdeviceptr pointer) {
     mapping = std::move(found->second);
     all.mappings.erase(found);
   }
-  unmap_own(pointer, mapping);
+  if (result != CUDA_SUCCESS || !keep_freed(pointer, mapping)) unmap_own(pointer, mapping);
   bury();
   return result;
 }
@@ -151,7 +155,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t size) {
     const CUresult result = allocate(pointer, size);
     if (result != CUDA_ERROR_NOT_SUPPORTED) return result;
   }
-  return real::cuMemAlloc_v2(pointer, size);
+  return without_freed([&] { return real::cuMemAlloc_v2(pointer, size); });
 }
 
 CUresult cuMemAllocPitch_v2(CUdeviceptr* pointer, size_t* pitch, size_t width, size_t height, unsigned element) {
@@ -165,7 +169,7 @@ CUresult cuMemAllocPitch_v2(CUdeviceptr* pointer, size_t* pitch, size_t width, s
   real::cuMemFree_v2(row);
   result = *pitch > SIZE_MAX / height ? CUDA_ERROR_OUT_OF_MEMORY : allocate(pointer, *pitch * height);
   if (result != CUDA_ERROR_NOT_SUPPORTED) return result;
-  return real::cuMemAllocPitch_v2(pointer, pitch, width, height, element);
+  return without_freed([&] { return real::cuMemAllocPitch_v2(pointer, pitch, width, height, element); });
 }
 
 CUresult cuMemFree_v2(CUdeviceptr pointer) {

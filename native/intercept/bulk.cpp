@@ -80,7 +80,7 @@ void drop_if_unused(State& all, const std::shared_ptr<Block>& block) {
   if (block->resident) real::cuMemRelease(block->real);
   if (block->announced) all.forgotten.push_back(block->id);
   all.blocks.erase(block->id);
-  control::poke();
+  control::news();
 }
 
 void refuse(State& all, const char* api, std::uint64_t address, std::uint64_t size) {
@@ -199,6 +199,19 @@ bool rdma_supported(int device) {
 
 void context_ended(CUcontext context) {
   State& all = state();
+  std::vector<Freed> freed;
+  {
+    const std::lock_guard lock(all.mutex);
+    for (auto at = all.freed.begin(); at != all.freed.end();) {
+      if (at->mapping.context != context) {
+        ++at;
+        continue;
+      }
+      freed.push_back(std::move(*at));
+      at = all.freed.erase(at);
+    }
+  }
+  for (const Freed& one : freed) unmap_own(one.address, one.mapping);
   for (;;) {
     CUdeviceptr address = 0;
     Mapping mapping;

@@ -28,6 +28,7 @@ struct Block {
   bool announced = false;
   bool rdma = false;
   bool by_handle = false;                // cuMemCreate
+  bool shared = false;                   // another process may know it by its number (legacy IPC)
   unsigned asked_handles = 0;            // the handle types that the job asked for
   unsigned references = 0;               // that the job holds
   unsigned mappings = 0;
@@ -55,6 +56,12 @@ struct Refusal {
   std::uint64_t size;
 };
 
+// What the job freed and the next allocation of its size gets, where it is: see cache.cpp.
+struct Freed {
+  CUdeviceptr address = 0;
+  Mapping mapping;
+};
+
 struct State {
   std::mutex mutex;
   std::map<CUdeviceptr, Mapping> mappings;  // by address
@@ -64,6 +71,7 @@ struct State {
   std::vector<CUdeviceptr> zombies;      // freed by the job while a stream capture forbade to wait
   std::vector<std::pair<int, CUcontext>> peers;  // device .first may use what belongs to .second
   std::vector<Refusal> refusals;
+  std::vector<Freed> freed;  // the oldest first; in none of the tables above but `blocks`
   std::uint64_t next = 1;
   bool evicted = false;
 };
@@ -89,6 +97,24 @@ void unmap_own(CUdeviceptr address, const Mapping& mapping);
 CUresult wait_for(CUcontext context);
 // Free what could not be freed while a stream was captured. Without the lock.
 void bury();
+
+// ---- freed memory that is kept (cache.cpp). All without the lock
+
+// True: it is kept, and `mapping` is empty. Nothing on the device may use it any more.
+bool keep_freed(CUdeviceptr address, Mapping& mapping);
+// A kept one that is as good as new: size, device, context and access are as wanted. 0: there is none.
+CUdeviceptr take_freed(std::size_t whole, std::size_t asked, int device, CUcontext context,
+                       const std::vector<CUmemAccessDesc>& access);
+// Give all of it back to the driver. False: there was none.
+bool give_back_freed();
+std::size_t freed_bytes(int device);
+
+// Ask the driver for memory; when it has too little, once more without what is kept.
+template <typename Call>
+CUresult without_freed(Call call) {
+  const CUresult result = call();
+  return result == CUDA_ERROR_OUT_OF_MEMORY && give_back_freed() ? call() : result;
+}
 
 bool manages(std::size_t size);
 std::size_t granularity(int device);

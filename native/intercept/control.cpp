@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <map>
 #include <mutex>
 #include <new>
@@ -30,6 +31,8 @@ namespace {
 constexpr char kDefaultPath[] = "/.moorage-gpu/gpu.sock";
 constexpr auto kAnswerTime = std::chrono::seconds(30);
 constexpr int kReconnectMs = 20;
+// Exporting a descriptor costs the driver more than allocating: what is freed within this time is never exported.
+constexpr std::int64_t kBatchNs = 20'000'000;
 
 struct State {
   std::mutex mutex;  // of all members; held while something is sent
@@ -50,6 +53,9 @@ State& state() {
 std::atomic<bool> has_broker{false};
 std::atomic<std::uint64_t> own_process{0};
 std::atomic<int> wake_fd{-1};
+std::atomic<bool> news_waiting{false};
+// Held while news are told, and while a connection begins: nothing may be told before the broker was greeted.
+std::mutex& telling = *new std::mutex;
 
 // Only the control thread touches these.
 std::uint64_t quiesce_request = 0;  // to be answered when the try has ended; 0: none
@@ -67,7 +73,7 @@ bool result(std::uint64_t request, std::int32_t status, const bulk::Totals& tota
   return send(wire::Type::Result, request, &outcome, sizeof outcome, text, -1);
 }
 
-bool say_hello() {
+bool say_hello(int socket) {
   const bulk::Totals totals = bulk::totals();
   State& all = state();
   wire::Hello hello{.process = own_process.load(),
@@ -84,10 +90,18 @@ bool say_hello() {
     if (length > 0 && hello.name[length - 1] == '\n') hello.name[length - 1] = '\0';
     close(comm);
   }
-  return send(wire::Type::Hello, 0, &hello, sizeof hello, "", -1);
+  return channel::send(socket, wire::Type::Hello, 0, &hello, sizeof hello, "", -1);
 }
 
+// False: the connection is gone; the next one is told everything anew.
 bool tell_news() {
+  const std::lock_guard one_at_a_time(telling);
+  {
+    State& all = state();
+    const std::lock_guard lock(all.mutex);
+    if (all.socket < 0) return false;
+  }
+  news_waiting = false;
   wire::Memory memory{};
   int fd = -1;
   while (bulk::next_fresh(memory, fd)) {
@@ -155,6 +169,12 @@ bool look_at_quiesce() {
   const std::uint64_t request = quiesce_request;
   quiesce_request = 0;
   if (status != 0) return result(request, status, bulk::totals(), quiesce::why());
+  {
+    // What the job freed is not saved, and the broker must not count on it.
+    const contexts::Any context;
+    bulk::bury();
+    bulk::give_back_freed();
+  }
   // All that was allocated until now is told before the answer.
   return tell_news() && result(request, 0, bulk::totals(), "");
 }
@@ -267,12 +287,20 @@ bool handle(const channel::Packet& packet) {
 
 void serve(int socket, int wake) {
   pollfd wanted[2] = {{socket, POLLIN, 0}, {wake, POLLIN, 0}};
+  std::int64_t tell_at = gate::boottime_ns();  // 0: there are no news
   for (;;) {
-    if (!tell_news() || !look_at_quiesce()) return lost();
+    if (tell_at == 0 && news_waiting) tell_at = gate::boottime_ns() + kBatchNs;
+    if (tell_at != 0 && gate::boottime_ns() >= tell_at) {
+      tell_at = 0;
+      if (!tell_news()) return lost();
+    }
+    if (!look_at_quiesce()) return lost();
     int timeout = -1;
-    if (quiesce_request != 0) {
-      const std::int64_t left_ms = (quiesce_deadline_ns - gate::boottime_ns()) / 1'000'000 + 1;
-      timeout = static_cast<int>(left_ms < 0 ? 0 : left_ms);
+    for (const std::int64_t until : {tell_at, quiesce_request == 0 ? 0 : quiesce_deadline_ns}) {
+      if (until == 0) continue;
+      const std::int64_t left = (until - gate::boottime_ns()) / 1'000'000 + 1;
+      const int left_ms = static_cast<int>(left < 0 ? 0 : left);
+      timeout = timeout < 0 || left_ms < timeout ? left_ms : timeout;
     }
     if (poll(wanted, 2, timeout) < 0) continue;
     std::uint64_t count = 0;
@@ -298,13 +326,16 @@ void* run(void*) {
       poll(&wake, 0, kReconnectMs);  // nothing that happens here can make the broker come sooner
       continue;
     }
+    bool greeted = false;
     {
+      const std::lock_guard one_at_a_time(telling);
+      bulk::announce_all();
+      greeted = say_hello(socket);
       const std::lock_guard lock(all.mutex);
       all.socket = socket;
+      if (greeted) all.changed.notify_all();
     }
-    bulk::announce_all();
-    if (say_hello()) {
-      all.changed.notify_all();
+    if (greeted) {
       serve(socket, all.wake);
     } else {
       lost();
@@ -351,6 +382,14 @@ bool active() { return has_broker.load(std::memory_order_relaxed); }
 
 std::uint64_t process() { return own_process.load(std::memory_order_relaxed); }
 
+void news() {
+  if (!news_waiting.exchange(true)) poke();
+}
+
+void tell_now() {
+  if (active()) tell_news();
+}
+
 void poke() {
   const std::uint64_t one = 1;
   const int fd = wake_fd.load(std::memory_order_relaxed);
@@ -388,6 +427,8 @@ void after_fork_in_child() {
   has_broker = false;
   own_process = 0;
   wake_fd = -1;
+  news_waiting = false;
+  new (&telling) std::mutex;
   quiesce_request = 0;
   quiesce::after_fork_in_child();
 }

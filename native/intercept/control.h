@@ -16,7 +16,14 @@ bool active();
 // This process's number in all messages.
 std::uint64_t process();
 
-// There is something to tell the broker (a new block, or one that went). Costs the caller one system call at most.
+// There is something to tell the broker (a new block, or one that went). It is told within some milliseconds, with what
+// came meanwhile, and before any answer to Quiesce. Costs the first caller of a batch one system call.
+void news();
+
+// Tell it now, before anything that this thread asks next. Not with a lock held that the control thread takes.
+void tell_now();
+
+// Wake the control thread.
 void poke();
 
 struct Reply {

@@ -45,14 +45,14 @@ using namespace bulk;
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CUmemAllocationProp* properties,
                      unsigned long long flags) {
   if (handle == nullptr || !manages(std::max(size, kBulkMin)) || !can_manage(properties)) {
-    const CUresult result = real::cuMemCreate(handle, size, properties, flags);
+    const CUresult result = without_freed([&] { return real::cuMemCreate(handle, size, properties, flags); });
     if (result == CUDA_SUCCESS && manages(kBulkMin)) note_refusal("cuMemCreate", *handle, size);
     return result;
   }
   CUmemAllocationProp shareable = *properties;
   shareable.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   CUmemGenericAllocationHandle real = 0;
-  const CUresult result = real::cuMemCreate(&real, size, &shareable, flags);
+  const CUresult result = without_freed([&] { return real::cuMemCreate(&real, size, &shareable, flags); });
   if (result != CUDA_SUCCESS) return result;
   {
     State& all = state();
@@ -64,7 +64,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CU
     block->references = 1;
     *handle = handle_of(*block);
   }
-  control::poke();
+  control::news();
   return CUDA_SUCCESS;
 }
 
@@ -156,6 +156,7 @@ CUresult cuMemExportToShareableHandle(void* out, CUmemGenericAllocationHandle ha
   if (here) {
     const CUresult result = real::cuMemExportToShareableHandle(out, real, type, flags);
     // The broker must recognise this very descriptor when another process of the job brings it.
+    if (result == CUDA_SUCCESS) control::tell_now();
     if (result == CUDA_SUCCESS) control::ask(wire::Type::Exported, owner, id, *static_cast<int*>(out));
     return result;
   }
@@ -193,7 +194,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
     block->references = 1;
     *handle = handle_of(*block);
   }
-  control::poke();
+  control::news();
   return result;
 }
 

@@ -110,9 +110,25 @@ CUresult open_handle(CUdeviceptr* pointer, const IpcHandle& handle) {
                              .context = context,
                              .ipc_opens = 1};
   }
-  control::poke();
+  control::news();
   *pointer = address;
   return CUDA_SUCCESS;
+}
+
+// The handle of an allocation of the proxy's own. False: it is none.
+bool describe_own(CUdeviceptr address, IpcHandle& parts) {
+  if (!control::active()) return false;
+  State& all = state();
+  const std::lock_guard lock(all.mutex);
+  const auto found = covering(all, address);
+  if (found == all.mappings.end() || !found->second.own || found->second.ipc_opens != 0) return false;
+  std::memcpy(parts.mark, kIpcMark, sizeof kIpcMark);
+  parts.process = found->second.block->owner;
+  parts.id = found->second.block->owner_id;
+  parts.asked = found->second.asked;
+  parts.device = static_cast<std::uint32_t>(found->second.block->device);
+  found->second.block->shared = true;
+  return true;
 }
 
 bool ours(const CUipcMemHandle& handle, IpcHandle& parts) {
@@ -168,20 +184,14 @@ CUresult cuPointerGetAttributes(unsigned count, CUpointer_attribute* attributes,
 }
 
 CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
-  State& all = state();
-  if (control::active() && handle != nullptr) {
-    const std::lock_guard lock(all.mutex);
-    const auto found = covering(all, address);
-    if (found != all.mappings.end() && found->second.own && found->second.ipc_opens == 0) {
-      IpcHandle parts{};
-      std::memcpy(parts.mark, kIpcMark, sizeof kIpcMark);
-      parts.process = found->second.block->owner;
-      parts.id = found->second.block->owner_id;
-      parts.asked = found->second.asked;
-      parts.device = static_cast<std::uint32_t>(found->second.block->device);
-      std::memcpy(handle, &parts, sizeof parts);
-      return CUDA_SUCCESS;
-    }
+  IpcHandle parts{};
+  if (handle != nullptr && describe_own(address, parts)) {
+    // Whoever gets the handle asks the broker for the block: it must know it by then. Its answer says so.
+    control::tell_now();
+    const control::Reply known = control::ask(wire::Type::Fetch, parts.process, parts.id, -1);
+    if (known.descriptor >= 0) close(known.descriptor);
+    std::memcpy(handle, &parts, sizeof parts);
+    return CUDA_SUCCESS;
   }
   const CUresult result = real::cuIpcGetMemHandle(handle, address);
   if (result == CUDA_SUCCESS) foreign_ipc("cuIpcGetMemHandle", address);

@@ -1,66 +1,9 @@
 // Bulk memory comes and goes: taken from the device and brought back, addresses, contents, handles and graphs stay.
 #include <sys/mman.h>
 
-#include <memory>
-
-#include "broker.h"
+#include "job.h"
 
 namespace {
-
-constexpr std::size_t kMiB = std::size_t{1} << 20U;
-
-std::size_t physical() { return beyond<std::size_t()>("fakePhysicalBytes")(); }
-std::size_t plain() { return beyond<std::size_t()>("fakePlainBytes")(); }
-std::string last_call() { return beyond<const char*()>("fakeLastCall")(); }
-
-void fill(CUdeviceptr memory, std::size_t bytes, unsigned value) { OK(cuMemsetD32_v2(memory, value, bytes / 4)); }
-
-void holds(CUdeviceptr memory, std::size_t bytes, unsigned value) {
-  std::vector<unsigned> words(bytes / 4);
-  OK(cuMemcpyDtoH_v2(words.data(), memory, bytes));
-  for (const unsigned word : words) CHECK(word == value);
-}
-
-class Job {
- public:
-  Job() : broker_(std::make_unique<Broker>(socket_path())) {
-    setenv("MOORAGE_GPU_SOCKET", socket_path().c_str(), 1);
-    begin();
-    process = broker_->hello().process;
-    broker_->welcome(process, 7);
-  }
-
-  // Everything from the device and back, by another broker, as after a move.
-  void round() {
-    const std::size_t before = physical() - plain();
-    DONE(broker_->quiesce(process, 10'000));
-    const auto kept = broker_->kept();
-    DONE(broker_->evict(process));
-    broker_->gone(process);
-    CHECK(physical() == plain());
-    broker_ = std::make_unique<Broker>(socket_path());
-    broker_->give(kept);
-    const wire::Hello hello = broker_->hello(process);
-    CHECK(hello.evicted == 1 && hello.level == 3 && hello.incarnation == 7);
-    CHECK(broker_->map(process).status == (before == 0 ? 0 : wire::kIncomplete));
-    CHECK(before == 0 || broker_->resume(process).status == wire::kWrongState);
-    broker_->adopt(process);
-    if (before != 0) DONE(broker_->map(process));
-    DONE(broker_->resume(process));
-    CHECK(physical() - plain() == before);
-    CHECK(beyond<int()>("fakeUnmapsWhileBusy")() == 0);
-  }
-
-  Broker& broker() { return *broker_; }
-  void wait_for_blocks(std::size_t count) {
-    broker_->wait_for([&](const auto& kept) { return kept.size() == count; });
-  }
-
-  std::uint64_t process = 0;
-
- private:
-  std::unique_ptr<Broker> broker_;
-};
 
 void allocations(Job& job) {
   CUdeviceptr small = 0;
@@ -338,6 +281,7 @@ void what_cannot_be_saved_is_named(Job& job) {
 }  // namespace
 
 int main() {
+  setenv("MOORAGE_GPU_CACHE", "0", 1);  // what is freed is gone: cache.cpp has the other way
   Job job;
   allocations(job);
   pitched();

@@ -1,0 +1,147 @@
+// Freed memory that is kept. Making a block costs the driver more than cuMemAlloc does (memory, a range, a mapping, access,
+// and the broker's descriptor): a job that allocates and frees the same sizes over and over gets the same block again.
+//
+// What is kept counts as free (cuMemGetInfo), goes back when the driver has too little memory, when its context ends, and
+// before a checkpoint. MOORAGE_GPU_CACHE says how many MiB each device may keep; 0: nothing.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <iterator>
+
+#include "bulk.h"
+#include "control.h"
+#include "hooks.h"
+#include "real.h"
+
+namespace moorage::bulk {
+namespace {
+
+constexpr std::size_t kShare = 64;  // of the device's memory
+constexpr int kDevices = 64;
+
+std::size_t most(int device) {
+  static std::atomic<std::size_t> known[kDevices];  // plus one
+  std::atomic<std::size_t>& slot = known[static_cast<std::size_t>(device) % kDevices];
+  std::size_t bytes = slot.load(std::memory_order_relaxed);
+  if (bytes != 0) return bytes - 1;
+  const char* wanted = std::getenv("MOORAGE_GPU_CACHE");
+  std::size_t total = 0;
+  if (wanted != nullptr && *wanted != '\0') {
+    bytes = std::strtoull(wanted, nullptr, 10) << 20U;
+  } else if (real::cuDeviceTotalMem_v2(&total, device) == CUDA_SUCCESS) {
+    bytes = total / kShare;
+  }
+  slot.store(bytes + 1, std::memory_order_relaxed);
+  return bytes;
+}
+
+bool same(const std::vector<CUmemAccessDesc>& one, const std::vector<CUmemAccessDesc>& other) {
+  return std::equal(one.begin(), one.end(), other.begin(), other.end(), [](const auto& a, const auto& b) {
+    return a.location.type == b.location.type && a.location.id == b.location.id && a.flags == b.flags;
+  });
+}
+
+std::size_t sum(const State& all, int device) {
+  std::size_t bytes = 0;
+  for (const Freed& one : all.freed) bytes += one.mapping.block->device == device ? one.mapping.size : 0;
+  return bytes;
+}
+
+void give_back(std::vector<Freed>& gone) {
+  for (const Freed& one : gone) unmap_own(one.address, one.mapping);
+}
+
+}  // namespace
+
+bool keep_freed(CUdeviceptr address, Mapping& mapping) {
+  const int device = mapping.block->device;
+  const std::size_t limit = most(device);
+  // An imported block is another process's, and one that another process can name must not become another allocation.
+  if (mapping.size > limit || mapping.ipc_opens != 0 || !mapping.mapped) return false;
+  std::vector<Freed> gone;
+  {
+    State& all = state();
+    const std::lock_guard lock(all.mutex);
+    if (mapping.block->shared || mapping.block->references != 0) return false;
+    std::size_t held = sum(all, device) + mapping.size;
+    for (auto at = all.freed.begin(); held > limit && at != all.freed.end();) {
+      if (at->mapping.block->device != device) {
+        ++at;
+        continue;
+      }
+      held -= at->mapping.size;
+      gone.push_back(std::move(*at));
+      at = all.freed.erase(at);
+    }
+    all.freed.push_back({address, std::move(mapping)});
+  }
+  give_back(gone);
+  return true;
+}
+
+CUdeviceptr take_freed(std::size_t whole, std::size_t asked, int device, CUcontext context,
+                       const std::vector<CUmemAccessDesc>& access) {
+  State& all = state();
+  const std::lock_guard lock(all.mutex);
+  const auto found = std::find_if(all.freed.rbegin(), all.freed.rend(), [&](const Freed& one) {
+    return one.mapping.size == whole && one.mapping.block->device == device && one.mapping.context == context &&
+           same(one.mapping.access, access);
+  });
+  if (found == all.freed.rend()) return 0;
+  const CUdeviceptr address = found->address;
+  found->mapping.asked = asked;
+  all.mappings[address] = std::move(found->mapping);
+  all.freed.erase(std::next(found).base());
+  return address;
+}
+
+bool give_back_freed() {
+  std::vector<Freed> gone;
+  {
+    State& all = state();
+    const std::lock_guard lock(all.mutex);
+    gone.swap(all.freed);
+  }
+  give_back(gone);
+  return !gone.empty();
+}
+
+std::size_t freed_bytes(int device) {
+  State& all = state();
+  const std::lock_guard lock(all.mutex);
+  return sum(all, device);
+}
+
+}  // namespace moorage::bulk
+
+namespace moorage::hook {
+
+using namespace bulk;
+
+CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
+  const CUresult result = real::cuMemGetInfo_v2(free, total);
+  CUdevice device = -1;
+  if (result == CUDA_SUCCESS && free != nullptr && control::active() &&
+      real::cuCtxGetDevice(&device) == CUDA_SUCCESS) {
+    *free += freed_bytes(device);
+  }
+  return result;
+}
+
+CUresult cuMemAllocAsync(CUdeviceptr* pointer, size_t size, CUstream stream) {
+  return without_freed([&] { return real::cuMemAllocAsync(pointer, size, stream); });
+}
+
+CUresult cuMemAllocAsync_ptsz(CUdeviceptr* pointer, size_t size, CUstream stream) {
+  return without_freed([&] { return real::cuMemAllocAsync_ptsz(pointer, size, stream); });
+}
+
+CUresult cuMemAllocFromPoolAsync(CUdeviceptr* pointer, size_t size, CUmemoryPool pool, CUstream stream) {
+  return without_freed([&] { return real::cuMemAllocFromPoolAsync(pointer, size, pool, stream); });
+}
+
+CUresult cuMemAllocFromPoolAsync_ptsz(CUdeviceptr* pointer, size_t size, CUmemoryPool pool, CUstream stream) {
+  return without_freed([&] { return real::cuMemAllocFromPoolAsync_ptsz(pointer, size, pool, stream); });
+}
+
+}  // namespace moorage::hook
