@@ -92,6 +92,7 @@ class Checkpoints:
         self._forgotten = 0  # since the last prune
         self._releasing: set[asyncio.Task[None]] = set()
         self.committed = Bell()
+        self.pinning = asyncio.Lock()  # held while a job goes with its checkpoints: none of them is pinned meanwhile
 
     async def of_job(self, job: str) -> list[CheckpointRecord]:
         """Oldest first. Raises `Unavailable`."""
@@ -192,6 +193,10 @@ class Checkpoints:
 
     async def pin(self, checkpoint: str, *, pinned: bool) -> CheckpointRecord:
         """Keep it whatever the retention says, or no longer. Raises `NotFound`, `Unavailable`."""
+        async with self.pinning:
+            return await self._pin(checkpoint, pinned=pinned)
+
+    async def _pin(self, checkpoint: str, *, pinned: bool) -> CheckpointRecord:
         leader = self._leader
         key = leader.keys.checkpoint(job_of(checkpoint), checkpoint)
         while True:
@@ -229,6 +234,10 @@ class Checkpoints:
         yield await checking
 
     # -- what goes on by itself
+
+    def forgotten(self, count: int) -> None:
+        """So many were forgotten with their job: what they needed is there for the next prune."""
+        self._forgotten += count
 
     async def after_commit(self, job: Job) -> None:
         """Forget what the retention does not keep, and the keys of old attempts. Failures are tried again next time."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from moorage.coordinator import ended
 from moorage.coordinator.bell import Bell
 from moorage.coordinator.machine import IllegalEvent, JobState, Machine, Policies
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.instructions import Commit, Instruction, Order, Say
 from moorage.coordinator.persist import GenerationMoved, LeadershipLost, OutcomeExists, Persistence
 from moorage.coordinator.telemetry import Telemetry
-from moorage.errors import MoorageError
+from moorage.errors import MoorageError, NotFound
 from moorage.v1.types_pb2 import JobSpec, PodStatus
 
 if TYPE_CHECKING:
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 _AGAIN_SECONDS = 0.5
+
+
+class _Removal:
+    """The wish to forget the job, among its events; ``answer`` gets the names of its checkpoints."""
+
+    def __init__(self) -> None:
+        self.answer: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
 
 
 class Job:
@@ -47,7 +55,8 @@ class Job:
         self.orders: dict[Order, asyncio.Task[None]] = {}
         self.log = log.bind(job=state.job, trace=state.trace)
         self._leaving: set[asyncio.Task[None]] = set()  # cancelled, not yet gone
-        self._queue: asyncio.Queue[tuple[ev.Event, asyncio.Future[JobState] | None]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[ev.Event, asyncio.Future[JobState] | None] | _Removal] = asyncio.Queue()
+        self.gone = False  # it was forgotten
 
     @property
     def state(self) -> JobState:
@@ -64,10 +73,28 @@ class Job:
         self._queue.put_nowait((event, None))
 
     async def ask(self, event: ev.Asked) -> JobState:
-        """Hand in a request and wait until what follows from it is written. Raises `Conflict`."""
+        """Hand in a request and wait until what follows from it is written. Raises `Conflict`, `NotFound`."""
+        self._require()
         answer: asyncio.Future[JobState] = asyncio.get_running_loop().create_future()
         self._queue.put_nowait((event, answer))
         return await self.leader.while_leading(answer)
+
+    async def remove(self) -> list[str]:
+        """Forget the job, behind the events that wait; returns the checkpoints that went with it.
+
+        Raises `Conflict` if it has to stay, `NotFound` if it is gone, `Unavailable`.
+        """
+        self._require()
+        removal = _Removal()
+        self._queue.put_nowait(removal)
+        return await self.leader.while_leading(removal.answer)
+
+    def _require(self) -> None:
+        if self.gone:
+            raise self._not_found()
+
+    def _not_found(self) -> NotFound:
+        return NotFound(f"no job {self.id!r}", "it was deleted just now")
 
     def status(self, status: PodStatus) -> None:
         """Take in what a worker says of a pod."""
@@ -94,7 +121,13 @@ class Job:
         try:
             self._reconcile()
             while True:
-                event, answer = await self._queue.get()
+                item = await self._queue.get()
+                if isinstance(item, _Removal):
+                    await self._remove(item.answer)
+                    if self.gone:
+                        return
+                    continue
+                event, answer = item
                 await self._handle(event, answer)
         finally:
             tasks = [*self.orders.values(), *self._leaving]
@@ -105,9 +138,24 @@ class Job:
 
     def _refuse_waiting(self) -> None:
         while not self._queue.empty():
-            _, answer = self._queue.get_nowait()
-            if answer is not None:
+            item = self._queue.get_nowait()
+            answer = item.answer if isinstance(item, _Removal) else item[1]
+            if self.gone:
+                _fail(answer, self._not_found())
+            elif answer is not None:
                 answer.cancel()
+
+    async def _remove(self, answer: asyncio.Future[list[str]]) -> None:
+        try:
+            names = await ended.remove(self.leader, self)
+        except MoorageError as error:
+            _fail(answer, error)
+            return
+        self.gone = True
+        self.leader.jobs.pop(self.id, None)
+        self.changed.ring()
+        if not answer.done():
+            answer.set_result(names)
 
     async def _handle(self, event: ev.Event, answer: asyncio.Future[JobState] | None) -> None:
         try:
@@ -207,6 +255,6 @@ def exit_of(status: PodStatus) -> tuple[int, str]:
     return code, f"rank {culprit.rank}" if culprit else f"pod {status.pod}"
 
 
-def _fail(answer: asyncio.Future[JobState] | None, error: Exception) -> None:
+def _fail(answer: asyncio.Future[Any] | None, error: Exception) -> None:
     if answer is not None and not answer.done():
         answer.set_exception(error)

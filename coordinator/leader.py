@@ -14,7 +14,7 @@ from moorage.barrier.client import EtcdClient
 from moorage.barrier.crl import Publisher
 from moorage.barrier.election import Leadership
 from moorage.config import CoordinatorConfig
-from moorage.coordinator import attempt_orders, fit, orders, planner, restored, uploads, watch_pods
+from moorage.coordinator import attempt_orders, ended, fit, orders, planner, restored, uploads, watch_pods
 from moorage.coordinator.audit import Audit
 from moorage.coordinator.capacity import NOTHING, Need, need_of
 from moorage.coordinator.checkpoints import Checkpoints
@@ -107,6 +107,7 @@ class Leader:
             self.spawn(self.audit.run(), "audit")
             self.spawn(self.crl.run(), "revocations")
             self.spawn(uploads.complete(self), "uploads")
+            self.spawn(ended.look_after(self), "jobs that are over")
             self.loaded.set()
             log.info("leading", epoch=self.epoch, jobs=len(self.jobs), nodes=sorted(self.nodes.live))
             await self._until_lost(self._over.wait())

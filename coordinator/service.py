@@ -17,7 +17,7 @@ import structlog
 
 from moorage import __version__, roles, rpc
 from moorage.config import CoordinatorConfig
-from moorage.coordinator import events, fit, joining, logs, proxies, submit, views
+from moorage.coordinator import ended, events, fit, joining, logs, proxies, submit, views
 from moorage.coordinator.job import Job
 from moorage.coordinator.leader import Leader
 from moorage.coordinator.machine import events as ev
@@ -191,6 +191,15 @@ class CoordinatorService(FleetService, CoordinatorServicer):
             )
         )
         return self._shown(job)
+
+    async def DeleteJob(self, request: pb.DeleteJobRequest, context: Any) -> pb.DeleteJobReply:
+        leader = self._leading()
+        job = self._job(request.job)
+        if request.dry_run:
+            names = [record.checkpoint for record in await ended.removable(leader, job)]
+        else:
+            names = await job.remove()
+        return pb.DeleteJobReply(job=job.id, name=job.state.name, checkpoints=names)
 
     async def GetAttempt(self, request: pb.GetAttemptRequest, context: Any) -> pb.Attempt:
         leader = self._leading()

@@ -69,9 +69,9 @@ async def _follow(leader: Leader, node: str, *, once: bool = False) -> None:
 
 def _missing(leader: Leader, node: str, expected: set[tuple[str, int, int]]) -> None:
     for name, pod, incarnation in sorted(expected):
-        leader.jobs[name].post(
-            ev.PodFailed(time=time.time(), pod=pod, incarnation=incarnation, reason=f"{node} does not have it any more")
-        )
+        if (job := leader.jobs.get(name)) is not None:
+            reason = f"{node} does not have it any more"
+            job.post(ev.PodFailed(time=time.time(), pod=pod, incarnation=incarnation, reason=reason))
 
 
 async def watch_for_hangs(leader: Leader, job: Job) -> None:

@@ -330,6 +330,17 @@ class AsyncJob:
         await self._connection.call("Stop", request)
         return await self.wait()
 
+    async def delete(self, *, dry_run: bool = False) -> list[str]:
+        """Forget the job, which must be over, with its logs and its checkpoints; returns their ids.
+
+        Raises `Conflict`: it is not over, or a checkpoint is pinned. One that is gone already is no error.
+        """
+        try:
+            reply = await self._connection.call("DeleteJob", pb.DeleteJobRequest(job=self.id, dry_run=dry_run))
+        except NotFound:
+            return []  # the job was there, so an earlier call has removed it and its answer was lost
+        return list(reply.checkpoints)
+
     async def events(self, *, follow: bool = False) -> AsyncIterator[EventInfo]:
         """The job's events, oldest first; with ``follow`` until the job is over."""
         told: set[bytes] = set()

@@ -291,6 +291,10 @@ class Job:
         """Stop the job, with ``checkpoint`` after a last one."""
         return self._loop.run(self._job.stop(checkpoint=checkpoint, grace=grace))
 
+    def delete(self, *, dry_run: bool = False) -> list[str]:
+        """Forget the job, which must be over, with its logs and its checkpoints; returns their ids."""
+        return self._loop.run(self._job.delete(dry_run=dry_run))
+
     def events(self, *, follow: bool = False) -> Iterator[EventInfo]:
         """The job's events, oldest first; with ``follow`` until the job is over."""
         return self._loop.iterate(self._job.events(follow=follow))

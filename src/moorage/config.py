@@ -77,7 +77,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A coordinator's settings. ``advertise`` is the ``host:port`` under which clients and others reach it.
 
-    ``durability``: when a checkpoint of a job that does not say counts.
+    ``durability``: when a checkpoint of a job that does not say counts. ``keep_ended``, ``keep_ended_days``: how many
+    jobs that are over are remembered, and for how long; ``keep_resumable_days`` is for those that did not finish and
+    have a checkpoint, which do not count among the others. 0 sets no limit.
     """
 
     cluster: str
@@ -91,6 +93,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lease_seconds: int = 10
     durability: Literal["local", "remote"] = "remote"
     store_settings: StoreSettings = StoreSettings()
+    keep_ended: int = 1000
+    keep_ended_days: float = 7.0
+    keep_resumable_days: float = 0.0
     authority: str = ""  # folder of the cluster's authority: with it, machines can join by token
     node_store: str = ""  # the store's location on a node that joins; empty: the same as `store`
 

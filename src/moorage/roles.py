@@ -61,6 +61,7 @@ _COORDINATOR: Final[dict[str, Rule]] = {
     "Move": ACT,
     "Restore": ACT,
     "Stop": ACT,
+    "DeleteJob": ACT,
     "CheckCheckpoint": Rule("job", "operate", audited=False),
     "PinCheckpoint": ACT,
     "InspectCheckpoint": Rule("data", "read"),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from moorage.coordinator import checkpoints
+from moorage.coordinator import checkpoints, ended
 from moorage.errors import Conflict, Forbidden, NotFound, UsageError
 from moorage.store import Store
 from moorage.v1 import coordinator_pb2 as pb
-from moorage.v1 import worker_pb2
+from moorage.v1 import types_pb2, worker_pb2
 from tests.support.etcd import Etcd
 from tests.support.fake_cluster import FakeCluster
 
@@ -213,6 +213,94 @@ def test_the_logs_of_a_job_that_is_over_come_from_the_archive(tell: Callable[...
             assert found == [(b"hello\n", False), (b"oops\n", True)]
 
     tell(story)
+
+
+async def _left(cluster: FakeCluster, job: str) -> list[str]:
+    """The keys of a job and the objects of its logs."""
+    store = await asyncio.to_thread(Store.open, cluster.store)
+    async with cluster.etcd.client() as client:
+        listing = await client.list(cluster.keys.root, keys_only=True)
+    return [kv.key for kv in listing.items if f"/{job}/" in kv.key] + store.list_objects(f"logs/{job}/")
+
+
+async def _over(cluster: FakeCluster, name: str, *, code: int = 0, saved: bool = True) -> str:
+    """A job that is over, with a checkpoint and a log in the archive."""
+    job: str = (await cluster.submit(name, pods=1, on_failure=types_pb2.ON_FAILURE_FAIL)).id
+    await cluster.until(job, "running")
+    if saved:
+        await cluster.checkpoint(job)
+    store = await asyncio.to_thread(Store.open, cluster.store)
+    await asyncio.to_thread(store.put_object, f"logs/{job}/1/0", b"log")
+    cluster.pod(job, 0).exit(code)
+    await cluster.until(job, lambda found: bool(found.over))
+    return job
+
+
+def test_a_deleted_job_leaves_nothing_and_its_name_is_free(tell: Callable[..., None]) -> None:
+    async def story(cluster: FakeCluster) -> None:
+        running = (await cluster.submit("train", pods=1)).id
+        await cluster.until(running, "running")
+        with pytest.raises(Conflict, match="is running"):
+            await cluster.call("DeleteJob", pb.DeleteJobRequest(job="train"))
+        job = await _over(cluster, "old")
+        name = f"{job}-0001"
+        await cluster.call("PinCheckpoint", pb.PinRequest(checkpoint=name))
+        with pytest.raises(Conflict, match=f"pinned checkpoints: {name}"):
+            await cluster.call("DeleteJob", pb.DeleteJobRequest(job=job))
+        await cluster.call("PinCheckpoint", pb.PinRequest(checkpoint=name, unpin=True))
+        dry = await cluster.call("DeleteJob", pb.DeleteJobRequest(job="old", dry_run=True))
+        assert list(dry.checkpoints) == [name]
+        assert len(await _left(cluster, job)) > 5
+        # Two at once, beside somebody who wants it back: one of the three wins, and all are answered.
+        calls = [
+            cluster.call("DeleteJob", pb.DeleteJobRequest(job=job)),
+            cluster.call("DeleteJob", pb.DeleteJobRequest(job=job)),
+            cluster.call("Restore", pb.RestoreRequest(job=job)),
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(answers[0], pb.DeleteJobReply), answers
+        assert all(isinstance(answer, NotFound) for answer in answers[1:]), answers
+        assert await _left(cluster, job) == []
+        async with cluster.etcd.client() as client:
+            assert await client.get(cluster.keys.name("old")) is None
+        with pytest.raises(NotFound):
+            await cluster.call("GetJob", pb.JobRef(job=job))
+        again = (await cluster.submit("old", pods=1)).id
+        await cluster.until(again, "running")
+        await cluster.stop_coordinator("c1")
+        await cluster.start_coordinator("c2")
+        listed = await cluster.call("ListJobs", pb.ListJobsRequest(all=True))
+        assert {found.id for found in listed.jobs} == {running, again}
+
+    tell(story)
+
+
+def test_jobs_that_are_over_are_forgotten_but_not_what_could_be_gone_on_with(
+    tell: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ended, "EVERY", 0.05)
+
+    async def story(cluster: FakeCluster) -> None:
+        failed = await _over(cluster, "failed", code=3)
+        pinned = await _over(cluster, "pinned")
+        await cluster.call("PinCheckpoint", pb.PinRequest(checkpoint=f"{pinned}-0001"))
+        old = await _over(cluster, "old")
+        lost = await _over(cluster, "lost", code=3, saved=False)
+        newest = await _over(cluster, "newest")
+
+        async def jobs() -> set[str]:
+            return {job.id for job in (await cluster.call("ListJobs", pb.ListJobsRequest(all=True))).jobs}
+
+        while await jobs() != {failed, pinned, newest}:  # noqa: ASYNC110 - the API has nothing to wait for
+            await asyncio.sleep(0.05)
+        for job in (old, lost):
+            assert await _left(cluster, job) == []
+        names = {c.id for c in (await cluster.call("ListCheckpoints", pb.ListCheckpointsRequest())).checkpoints}
+        assert names == {f"{job}-0001" for job in (failed, pinned, newest)}
+        back = await cluster.call("Restore", pb.RestoreRequest(job=failed))
+        assert not back.over
+
+    tell(story, keep_ended=1)
 
 
 def test_nodes_are_listed_with_what_runs_there(tell: Callable[..., None]) -> None:

@@ -32,13 +32,16 @@ class FakeCluster:
 
     _numbers = 0
 
-    def __init__(self, etcd: Etcd, folder: Path, *, nodes: int = 3, policies: Policies | None = None) -> None:
+    def __init__(
+        self, etcd: Etcd, folder: Path, *, nodes: int = 3, policies: Policies | None = None, **settings: Any
+    ) -> None:
         FakeCluster._numbers += 1
         self.name = f"test-{FakeCluster._numbers}"
         self.etcd = etcd
         self.folder = folder / self.name
         self.keys = Keys(self.name)
         self.policies = policies
+        self.settings = settings  # of the coordinators
         self.store = str(self.folder / "store")
         self.nodes: dict[str, FakeNode] = {}
         self.coordinators: dict[str, tuple[Coordinator, asyncio.Task[None], grpc.aio.Channel]] = {}
@@ -94,6 +97,7 @@ class FakeCluster:
             tls=self._tls["coordinator"],
             etcd=EtcdConfig(endpoints=self.etcd.endpoints),
             lease_seconds=5,
+            **self.settings,
         )
         coordinator = Coordinator(config, self.policies)
         task = asyncio.create_task(coordinator.run())

@@ -139,6 +139,16 @@ class Servicer:
         self.change(job, "stopped")
         return job
 
+    async def DeleteJob(self, request: pb.DeleteJobRequest, context: Any) -> pb.DeleteJobReply:
+        self._note("DeleteJob", request)
+        job = self._job(request.job)
+        if not job.over:
+            raise Conflict(f"job {job.spec.name} is {job.phase}", "stop it first")
+        gone = [checkpoint.id for checkpoint in self.checkpoints.values() if checkpoint.job == job.id]
+        if not request.dry_run:
+            del self.jobs[job.id]
+        return pb.DeleteJobReply(job=job.id, name=job.spec.name, checkpoints=gone)
+
     async def GetAttempt(self, request: pb.GetAttemptRequest, context: Any) -> pb.Attempt:
         return self.attempt
 

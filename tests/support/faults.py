@@ -231,6 +231,7 @@ RETURNS = [
         together=3,
     ),
     *_cases("store.pack", brief.forget_and_prune),
+    *_cases("coordinator.job.archive coordinator.job.forget", brief.delete, together=2),
     Case(("coordinator.take-up.before", "barrier.election.elected"), live.restart_coordinator),
     *_cases("barrier.session.grant barrier.election.enter", live.restart_coordinator, together=2),
     *_cases("barrier.session.revoke barrier.election.resign", live.end_coordinator, together=2),

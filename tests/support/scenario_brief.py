@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from moorage.errors import MoorageError
+from moorage.errors import MoorageError, NotFound
 from tests.support.judge import incarnations_overlap
 from tests.support.pingpong_job import PingPong
 from tests.support.scenario import PATIENCE, STALL, Stage
@@ -273,6 +273,18 @@ def forget_and_prune(stage: Stage) -> None:
         for checkpoint in stage.client.checkpoints(job.job.id):
             stage.check(checkpoint.id, read_data=True)
         job.job.restore()
+
+
+def delete(stage: Stage) -> None:
+    """A job that has ended is deleted: all of it is gone, and the checkpoints of others are not."""
+    with brief(stage, saved=True) as job:
+        pass
+    job.job.delete()
+    with contextlib.suppress(NotFound):
+        raise AssertionError(f"{job.job.status()} is still there")
+    assert not [one for one in stage.client.checkpoints() if one.job == job.job.id]
+    store = Path(stage.cluster.record.folder) / "store"
+    assert not [path for path in (store / "objects" / "logs" / job.job.id).rglob("*") if path.is_file()]
 
 
 def _age(store: Path) -> None:

@@ -326,6 +326,23 @@ def test_pin_unpin_and_prune_change_only_what_they_are_asked_to(coordinator: Fak
     assert [request.dry_run for request in coordinator.asked("Prune")] == [True, False]
 
 
+def test_deleting_asks_names_what_goes_and_deletes_by_id(coordinator: FakeCoordinator, run: Run) -> None:
+    coordinator.state.add("old", "finished")
+    coordinator.state.add("busy")
+    coordinator.state.checkpoints["c-1"] = pb.CheckpointInfo(id="c-1", job="id-old")
+    dry = run("delete", "old", "--dry-run", "-o", "json")
+    assert dry.json() == [{"job": "id-old", "name": "old", "checkpoints": ["c-1"], "would": "delete"}]
+    refused = run("delete", "old")
+    assert refused.code == UsageError.exit_code and "-y" in refused.err
+    both = run("delete", "old", "busy", "-y")
+    assert both.code == 203 and "busy is running" in both.err
+    assert all(request.dry_run for request in coordinator.asked("DeleteJob")), "nothing goes when one has to stay"
+    done = run("delete", "old", "-y")
+    assert done.out == "deleted old and its checkpoints c-1\n"
+    assert [request.job for request in coordinator.asked("DeleteJob")][-1] == "id-old"
+    assert run("delete", "old", "-y").code == 202
+
+
 def test_exec_hands_on_output_and_exit_code(
     coordinator: FakeCoordinator, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

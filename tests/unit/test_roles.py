@@ -17,7 +17,18 @@ SEE = {
 #: What a role may call, beyond the one before it.
 MORE = {
     "read": SEE,
-    "operate": {"Submit", "Checkpoint", "Park", "Move", "Restore", "Stop", "CheckCheckpoint", "PinCheckpoint", "Exec"},
+    "operate": {
+        "Submit",
+        "Checkpoint",
+        "Park",
+        "Move",
+        "Restore",
+        "Stop",
+        "DeleteJob",
+        "CheckCheckpoint",
+        "PinCheckpoint",
+        "Exec",
+    },
     "operate-all": set(),
     "administer": {"Prune", "Cordon", "Drain", "CancelDrain", "NodeToken", "RemoveNode"},
 }

@@ -9,10 +9,10 @@ import typer
 
 from moorage.cli import completing
 from moorage.cli.cluster import NODE_COLUMNS
-from moorage.cli.options import DryRun, Output, client, output_format
+from moorage.cli.options import DryRun, Output, client, confirm, output_format
 from moorage.cli.output import line, progress, remark, write
 from moorage.cli.values import human_seconds, seconds
-from moorage.errors import AttemptAborted, DeadlineExceeded, NoCapacity, UsageError
+from moorage.errors import AttemptAborted, DeadlineExceeded, NoCapacity
 
 if TYPE_CHECKING:
     from moorage.coordinator.client import Client, DrainInfo, MoveInfo
@@ -99,7 +99,7 @@ def drain(
             raise _homeless(planned)
         if dry_run:
             return
-        _confirm(planned, yes=yes)
+        confirm(f"Drain {', '.join(planned.nodes)}", yes=yes)
         started = api.drain(**chosen)
         if started.phase == "planned":  # somebody took the room meanwhile
             show_plan(started, form, final=True)
@@ -147,17 +147,6 @@ def _where(move: MoveInfo) -> str:
         pairs = zip(move.source, move.target, strict=True)
         return ", ".join(f"{here} -> {there}" for here, there in pairs if here != there)
     return f"{', '.join(dict.fromkeys(move.source))}: {move.reason or 'is parked'}"
-
-
-def _confirm(plan: DrainInfo, *, yes: bool) -> None:
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise UsageError("a drain asks before it begins, and there is no terminal", "say -y")
-    sys.stderr.write(f"Drain {', '.join(plan.nodes)}? [y/N] ")
-    sys.stderr.flush()
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise typer.Abort
 
 
 def _follow(api: Client, started: DrainInfo) -> DrainInfo:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from moorage.cli.options import DryRun, JobArgument, Output, client, output_format
+from moorage.cli import completing
+from moorage.cli.options import DryRun, JobArgument, Output, client, confirm, output_format
 from moorage.cli.output import age, bytes_text, line, progress, remark, when, write
 from moorage.cli.values import human_seconds, seconds
 from moorage.errors import DeadlineExceeded, NotFound, UsageError
@@ -135,6 +136,40 @@ def stop(
             return _plan("stop", found.status(), form, checkpoint=checkpoint)
         info = found.stop(checkpoint=checkpoint, grace=seconds(grace, "--grace"))
         write(info, form) if form != "table" else write([info], form, columns=JOB_COLUMNS)
+
+
+def delete(
+    jobs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="JOB...", help="Names or ids of jobs that are over.", autocompletion=completing.job_names
+        ),
+    ],
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
+    """Forget jobs that are over, with their logs and checkpoints. One with a pinned checkpoint stays."""
+    form = output_format(output)
+    with client() as api:
+        # By id: of a name that was used again it is the newest job that is meant, now and after the question.
+        found = [api.job(job) for job in dict.fromkeys(jobs)]
+        names = {job.id: job.status().name or job.id for job in found}
+        planned = {job.id: job.delete(dry_run=True) for job in found}
+        if not dry_run:
+            many = sum(map(len, planned.values()))
+            confirm(f"Delete {', '.join(names.values())}" + (f" and {many} checkpoints" if many else ""), yes=yes)
+            planned = {job.id: job.delete() for job in found}
+    done = [
+        {"job": job, "name": names[job], "checkpoints": went, "would" if dry_run else "done": "delete"}
+        for job, went in planned.items()
+    ]
+    if form != "table":
+        write(done, form)
+        return
+    for row in done:
+        went = f" and its checkpoints {', '.join(row['checkpoints'])}" if row["checkpoints"] else ""
+        print(f"{'would delete' if dry_run else 'deleted'} {row['name']}{went}")
 
 
 def wait(

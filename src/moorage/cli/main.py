@@ -79,6 +79,7 @@ for _command in (
     jobs.restore,
     jobs.move,
     jobs.stop,
+    jobs.delete,
     jobs.wait,
     jobs.jobs,
     jobs.show,

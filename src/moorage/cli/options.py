@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 
 from moorage import config
 from moorage.cli import completing
+from moorage.errors import UsageError
 
 if TYPE_CHECKING:
     from moorage.coordinator.client import Client
@@ -40,6 +42,18 @@ def output_format(flag: str | None) -> str:
 def local_output_format(flag: str | None) -> str:
     """The same for commands that need no cluster: they work also when the configured files are gone."""
     return config.output_format({"output": flag or os.environ.get("MOORAGE_OUTPUT") or "table"})
+
+
+def confirm(question: str, *, yes: bool) -> None:
+    """Ask before something that cannot be undone. Raises `UsageError` where nobody can be asked, and aborts on no."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UsageError("this asks before it begins, and there is no terminal", "say -y")
+    sys.stderr.write(f"{question}? [y/N] ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
 
 
 @contextmanager

@@ -78,6 +78,8 @@ class CoordinatorStub:
     """would a checkpoint run on a node?"""
     ExamineJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.JobRef, _coordinator_pb2.ExamineJobReply]
     """what of a job cannot be saved; nothing is touched"""
+    DeleteJob: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteJobRequest, _coordinator_pb2.DeleteJobReply]
+    """forget a job that is over, and its checkpoints"""
 
 @_typing.type_check_only
 class CoordinatorAsyncStub(CoordinatorStub):
@@ -126,6 +128,8 @@ class CoordinatorAsyncStub(CoordinatorStub):
     """would a checkpoint run on a node?"""
     ExamineJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.JobRef, _coordinator_pb2.ExamineJobReply]  # type: ignore[assignment]
     """what of a job cannot be saved; nothing is touched"""
+    DeleteJob: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DeleteJobRequest, _coordinator_pb2.DeleteJobReply]  # type: ignore[assignment]
+    """forget a job that is over, and its checkpoints"""
 
 class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -363,5 +367,13 @@ class CoordinatorServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ExamineJobReply, _abc.Awaitable[_coordinator_pb2.ExamineJobReply]]:
         """what of a job cannot be saved; nothing is touched"""
+
+    @_abc_1.abstractmethod
+    def DeleteJob(
+        self,
+        request: _coordinator_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.DeleteJobReply, _abc.Awaitable[_coordinator_pb2.DeleteJobReply]]:
+        """forget a job that is over, and its checkpoints"""
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
