@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from moorage.runtime import probe
-from moorage.runtime.doctor import GIB, MIB, Finding, criu_needed, findings, kernel_version, ready
+from moorage.runtime import doctor, probe
+from moorage.runtime.doctor import GIB, MIB, UNLIMITED, Finding, criu_needed, findings, kernel_version, ready
 from moorage.runtime.programs import Version
+from moorage.worker.sandbox import limits
+from moorage.worker.sandbox.oci import DEFAULT_RLIMITS
 
 STATE = Path("/state")
 ALL_CAPABILITIES = (1 << 41) - 1
@@ -33,6 +35,8 @@ class Healthy:
         self.namespaces = {"pid", "mount", "time"}
         self.said: dict[str, str] = {}  # what a trial answers when it fails
         self.absent: set[str] = set()
+        self.hard = {"RLIMIT_NOFILE": 1048576, "RLIMIT_MEMLOCK": UNLIMITED}
+        self.library = "/lib/limits.so"
         self.free = 100 * GIB
         self.memory = 24 * GIB
 
@@ -41,6 +45,12 @@ class Healthy:
 
     def capabilities(self) -> int:
         return self.mask
+
+    def hard_limit(self, name: str) -> int:
+        return self.hard[name]
+
+    def limits_library(self) -> str:
+        return self.library
 
     def kernel(self) -> str:
         return self.release
@@ -282,3 +292,36 @@ def test_what_cannot_be_tried_for_lack_of_a_program_is_not_blamed_on_the_kernel(
     assert found["vxlan"].state == found["nf_tables"].state == "warning"
     assert "needs ip" in found["vxlan"].detail
     assert "needs nft" in found["nf_tables"].detail
+
+
+def test_without_the_capability_for_limits_it_says_what_does_not_work() -> None:
+    machine = Healthy()
+    machine.mask &= ~(1 << 24)
+    found = look(machine)["resource limits"]
+    assert found.state == "warning"
+    assert "CAP_SYS_RESOURCE" in found.detail and "at most" not in found.detail
+    assert "SYS_RESOURCE" in found.cure and "Limit" not in found.cure
+    machine.hard |= {"RLIMIT_NOFILE": 20000, "RLIMIT_MEMLOCK": 8 * MIB}
+    found = look(machine)["resource limits"]
+    assert (
+        "at most 20000 open files (1048576 elsewhere) and 8 MiB of locked memory (no limit elsewhere)" in found.detail
+    )
+    assert "LimitMEMLOCK=" in found.cure
+    assert "are saved all the same" in found.detail
+    machine.library = ""
+    found = look(machine)["resource limits"]
+    assert "cannot be saved" in found.detail and "install moorage anew" in found.cure
+    assert ready(findings(STATE, machine)), "pods can run all the same"
+
+
+def test_the_limits_that_it_compares_with_are_those_of_the_pods() -> None:
+    compared = {name: wanted for name, _, wanted, _ in doctor._POD_LIMITS}
+    assert compared == {name: DEFAULT_RLIMITS[name][1] for name in compared}
+    assert DEFAULT_RLIMITS.keys() - compared.keys() == {"RLIMIT_CORE"}, "no job fails for want of a core file"
+
+
+def test_the_real_machine_is_asked_for_limits() -> None:
+    prober = probe.Prober()
+    granted = limits.permitted({"RLIMIT_NOFILE": (0, UNLIMITED)})["RLIMIT_NOFILE"][1]
+    assert limits.has_capability(limits.CAP_SYS_RESOURCE) or prober.hard_limit("RLIMIT_NOFILE") == granted
+    assert prober.limits_library().endswith("moorage-criu-limits.so")

@@ -31,14 +31,21 @@ INSTALL = "run `moorage runtime install` as root"
 _NEEDED_CAPABILITIES = {
     "CAP_CHOWN": 0,
     "CAP_DAC_OVERRIDE": 1,
+    "CAP_FOWNER": 3,
     "CAP_KILL": 5,
+    "CAP_SETGID": 6,
     "CAP_SETUID": 7,
+    "CAP_SETPCAP": 8,
     "CAP_NET_ADMIN": 12,
     "CAP_SYS_CHROOT": 18,
     "CAP_SYS_PTRACE": 19,
     "CAP_SYS_ADMIN": 21,
     "CAP_MKNOD": 27,
 }
+_CAP_SYS_RESOURCE = 24
+#: The hard limits of a pod: name in `resource`, what it limits, number, unit (see `moorage.worker.sandbox.oci`).
+UNLIMITED = 2**64 - 1
+_POD_LIMITS = (("RLIMIT_NOFILE", "open files", 1048576, 1), ("RLIMIT_MEMLOCK", "MiB of locked memory", UNLIMITED, MIB))
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -55,6 +62,8 @@ class Machine(Protocol):
 
     def user(self) -> int: ...
     def capabilities(self) -> int: ...
+    def hard_limit(self, name: str) -> int: ...
+    def limits_library(self) -> str: ...
     def kernel(self) -> str: ...
     def program(self, name: str) -> tuple[str, Version | None]: ...
     def criu_check(self) -> str: ...
@@ -234,6 +243,30 @@ def _memory(machine: Machine) -> Finding:
     return Finding("memory", "ok", f"{size / GIB:.1f} GiB")
 
 
+def _limits(machine: Machine) -> Finding:
+    """What a root without CAP_SYS_RESOURCE, as in many containers, cannot do for pods."""
+    if machine.capabilities() >> _CAP_SYS_RESOURCE & 1:
+        return Finding("resource limits", "ok", "pods get the limits that they ask for")
+    short = []
+    for name, what, wanted, unit in _POD_LIMITS:
+        if (most := machine.hard_limit(name)) < wanted:
+            short.append(f"{most // unit} {what} ({'no limit' if wanted == UNLIMITED else wanted // unit} elsewhere)")
+    told = ["root lacks CAP_SYS_RESOURCE"]
+    if short:
+        told.append(
+            f"pods get at most {' and '.join(short)}, and what was saved with higher limits is not restored here"
+        )
+    told.append("guards are not spared when memory runs out")
+    if machine.limits_library():
+        told.append("jobs of other users than root are saved all the same (moorage-criu-limits.so)")
+    else:
+        told.append("jobs of other users than root cannot be saved, for moorage-criu-limits.so is missing too")
+    cure = "start the worker with it (docker run --cap-add SYS_RESOURCE; CapabilityBoundingSet= in its unit)"
+    cure += ", or with higher limits (LimitNOFILE=, LimitMEMLOCK=)" if short else ""
+    cure += "" if machine.limits_library() else "; install moorage anew for the library"
+    return Finding("resource limits", "warning", "; ".join(told), cure)
+
+
 def _backoff(machine: Machine) -> Finding:
     """What keeps the standstill after a seal short if data was under way when it came."""
     if machine.exists("/proc/sys/net/ipv4/tcp_rto_max_ms"):
@@ -254,6 +287,7 @@ _PRIVILEGED: dict[str, Callable[[Machine, Path], Finding]] = {
     "overlay": _overlay,
     "cgroup freezer": lambda machine, _: _freezer(machine),
     "socket destroy": lambda machine, _: _socket_destroy(machine),
+    "resource limits": lambda machine, _: _limits(machine),
     "tcp_rto_max_ms": lambda machine, _: _backoff(machine),
 }
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import struct
@@ -87,6 +88,20 @@ class Prober:
         """The mask of effective capabilities."""
         found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(), re.M)
         return int(found.group(1), 16) if found else 0
+
+    def hard_limit(self, name: str) -> int:
+        """This process's hard limit (a name of `resource`); 2**64 - 1 for none."""
+        hard = resource.getrlimit(getattr(resource, name))[1]
+        return 2**64 - 1 if hard == resource.RLIM_INFINITY else hard
+
+    def limits_library(self) -> str:
+        """Path of what lets CRIU read limits where root may not; empty: it was not built."""
+        from moorage.worker.sandbox import criu, native
+
+        try:
+            return str(native.find(criu.LIMITS_LIBRARY, "criu_limits"))
+        except EnvironmentLacking:
+            return ""
 
     def kernel(self) -> str:
         """Release, such as 6.12.0-1-amd64."""
