@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from moorage.errors import EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable
+from moorage.errors import DeviceFailed, EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable
 from moorage.store import PodManifest
 from moorage.worker import gpu_host
 from moorage.worker.agent_failpoints import step
+from moorage.worker.gpu import kept
 from moorage.worker.gpu import messages as m
 from moorage.worker.gpu.blocks import SavedMemory
 from moorage.worker.pod_steps import Timings
@@ -194,13 +195,22 @@ async def capture(pod: Pod, attempt: int) -> Timings:
 async def bring_back(pod: Pod, seconds: float, mapping: dict[str, str] | None = None) -> Timings:
     """The processes run again: the driver's part and the memory go back. Idempotent.
 
-    Raises `Unavailable` when a process does not come back in time, `DeviceFailed` when the driver cannot.
+    A broker that died is followed by another, which has its memory from the keeper. Raises `DeviceFailed` when the
+    driver cannot, when a process does not come back in time, and when there is no broker to be had.
     """
     if not has(pod) or pod.gone:
         return {}
     async with step("worker.gpu.back"):
-        done = await pod.node.gpus.broker.ask(m.BringBack(pod.container, seconds, mapping or {}))
-    return done.timings
+        for last in (False, False, True):
+            try:
+                await tell(pod)
+                done = await pod.node.gpus.broker.ask(m.BringBack(pod.container, seconds, mapping or {}))
+                return done.timings
+            except Unavailable as error:
+                pod.log.warning("the GPU is not back yet", error=str(error))
+                if last:
+                    raise DeviceFailed(f"{pod.label}: {error.message}", error.hint) from error
+    raise AssertionError("not reached")
 
 
 async def persist(pod: Pod, attempt: int, *, finished: bool) -> m.Answer | None:
@@ -244,6 +254,8 @@ async def detach(pod: Pod) -> None:
     """The pod is gone: give its memory and its GPUs back. Raises nothing."""
     if has(pod):
         await _quietly(pod, m.Detach(pod.container))
+        if not pod.node.gpus.broker.alive():
+            await asyncio.to_thread(kept.forget, pod.node.gpus.broker.folder, pod.container)
         pod.node.gpus.release(pod.container)
 
 

@@ -39,7 +39,7 @@ def _broker(cluster: DevCluster) -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-            if b"moorage.worker.gpu" in words and os.fsencode(cluster.folder) in words:
+            if b"moorage.worker.gpu\0" in words and os.fsencode(cluster.folder) in words:
                 found.append(int(entry.name))
     return found
 

@@ -106,9 +106,11 @@ def changed(address: int, names: bytes, known: Iterable[bytes] | set[bytes]) -> 
 
 
 def owners(blocks: Mapping[BlockName, Block]) -> dict[BlockName, Block]:
-    """Those blocks whose bytes are their own. Raises `CorruptData` when a foreign one's owner is not there."""
+    """Those blocks whose bytes are their own. Raises `CorruptData` when the owner or the memory of one is not there."""
     for name, block in blocks.items():
         owner = BlockName(block.about.owner, block.about.owner_id)
         if owner not in blocks:
             raise CorruptData(f"block {name.id} of process {name.process:016x} is one of a process that is not known")
+        if not blocks[owner].descriptors:
+            raise CorruptData(f"the memory of block {owner.id} of process {owner.process:016x} is not here any more")
     return {name: b for name, b in blocks.items() if name == BlockName(b.about.owner, b.about.owner_id)}

@@ -22,6 +22,7 @@ from moorage.worker.gpu.blocks import SavedMemory, SavedProcess, owners, saved
 from moorage.worker.gpu.device import Device
 from moorage.worker.gpu.driver import DriverProcess
 from moorage.worker.gpu.fill import fill
+from moorage.worker.gpu.kept import Kept
 from moorage.worker.gpu.memory import PodMemory
 from moorage.worker.gpu.save import Saving
 
@@ -60,11 +61,16 @@ class _Attached:
 
 
 class Broker:
-    """``drive`` makes the driver's part of a process, by its host pid."""
+    """``drive`` makes the driver's part of a process, by its host pid. ``kept``: what outlives this broker."""
 
-    def __init__(self, devices: Devices, drive: Callable[[int], DriverProcess] = DriverProcess) -> None:
+    def __init__(
+        self, devices: Devices, drive: Callable[[int], DriverProcess] = DriverProcess, kept: Kept | None = None
+    ) -> None:
         self._devices = devices
         self._drive = drive
+        self._kept = kept
+        if kept is not None:
+            kept.everything = lambda: [pod.memory.everything() for pod in self._pods.values()]
         self._pods: dict[str, _Attached] = {}
         self._stores: dict[str, Store] = {}
 
@@ -109,7 +115,8 @@ class Broker:
 
     async def _attach(self, request: m.Attach) -> m.Answer:
         if request.pod not in self._pods:
-            memory = PodMemory(request.pod, Path(request.socket), request.incarnation, self._drive)
+            memory = PodMemory(request.pod, Path(request.socket), request.incarnation, self._drive, self._kept)
+            memory.take_over()
             self._pods[request.pod] = _Attached(memory, request.gpus)
             memory.listen()
         return m.Answer(id=0)

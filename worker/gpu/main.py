@@ -15,6 +15,7 @@ import structlog
 from moorage.errors import MoorageError, WireError
 from moorage.worker.gpu import messages as m
 from moorage.worker.gpu.broker import Broker, Devices
+from moorage.worker.gpu.kept import Kept
 from moorage.worker.guard import kernel
 from moorage.worker.guard.detach import detach, log_to, tell
 from moorage.worker.guard.files import take_lock
@@ -38,7 +39,7 @@ def _broker(folder: Path, told: int) -> None:
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     kernel.protect_from_memory_killer()
-    asyncio.run(serve(folder, Broker(real_devices()), lambda: tell(told, "ready")))
+    asyncio.run(serve(folder, Broker(real_devices(), kept=Kept(folder)), lambda: tell(told, "ready")))
     os.close(lock)
 
 

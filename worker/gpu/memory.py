@@ -26,6 +26,7 @@ from moorage.worker.gpu import channel, wire
 from moorage.worker.gpu.blocks import Block, SavedProcess
 from moorage.worker.gpu.channel import Channel
 from moorage.worker.gpu.driver import DriverProcess
+from moorage.worker.gpu.kept import Everything, Kept, KnownProcess, PodNote, alive
 from moorage.worker.gpu.messages import Objection
 from moorage.worker.gpu.process import Asked, CudaProcess, same_file
 from moorage.worker.gpu.wire import BlockName, Memory, Type
@@ -35,20 +36,31 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _POLL_SECONDS = 0.05
+_COME_SECONDS = 10.0  # for processes that an earlier broker knew to find this one
 
 
 class PodMemory:
-    """``socket``: where the pod's processes find the broker. ``drive``: makes the driver's part of a process."""
+    """``socket``: where the pod's processes find the broker. ``drive``: makes the driver's part of a process.
+
+    ``kept``: who holds everything a second time, so that it outlives this broker; None: nobody.
+    """
 
     def __init__(
-        self, label: str, socket: Path, incarnation: int, drive: Callable[[int], DriverProcess] = DriverProcess
+        self,
+        label: str,
+        socket: Path,
+        incarnation: int,
+        drive: Callable[[int], DriverProcess] = DriverProcess,
+        kept: Kept | None = None,
     ) -> None:
         self.label = label
         self.socket = socket
         self.incarnation = incarnation
         self.processes: dict[int, CudaProcess] = {}
         self.blocks: dict[BlockName, Block] = {}
-        self.expected: dict[int, SavedProcess] = {}  # restored, and not seen yet
+        self.expected: dict[int, SavedProcess] = {}  # restored or an earlier broker's, and not seen yet
+        self._kept = kept
+        self._host_pids: dict[int, int] = {}  # of those expected that an earlier broker knew
         self._drive = drive
         self._changed = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
@@ -106,6 +118,7 @@ class PodMemory:
             self.expected.pop(hello.process, None)
         else:
             process.connect(link, hello)
+        self._note()
         await link.send(Type.WELCOME, 0, wire.pack_number(self.incarnation))
         self._all_told(process)
         self._changed.set()
@@ -119,7 +132,49 @@ class PodMemory:
     def _forget_process(self, number: int) -> None:
         self.processes.pop(number, None)
         for name in [name for name in self.blocks if name.process == number]:
-            self.blocks.pop(name).close()
+            self._drop(name)
+        self._note()
+
+    # -- what is held a second time
+
+    def everything(self) -> Everything:
+        """For a keeper that knows nothing."""
+        known = [KnownProcess(p.number, p.pod_pid, p.pid, p.name) for p in self.processes.values()]
+        known += [
+            KnownProcess(saved.process, saved.pid, self._host_pids.get(saved.process, 0), saved.name)
+            for saved in self.expected.values()
+        ]
+        return Everything(self.label, PodNote(known), self.blocks)
+
+    def take_over(self) -> None:
+        """Begin with what an earlier broker had of this pod: its memory, and the processes that will come."""
+        if self._kept is None:
+            return
+        blocks, note = self._kept.take(self.label)
+        here = {process.process: process for process in note.processes if alive(process)}
+        for name, block in blocks.items():
+            self.blocks[name] = block
+            if name.process not in here:
+                self._drop(name)
+        self.expected = {p.process: SavedProcess(p.process, p.pid, p.name) for p in here.values()}
+        self._host_pids = {p.process: p.host_pid for p in here.values()}
+        if blocks or here:
+            log.info("an earlier broker's memory", pod=self.label, blocks=len(self.blocks), processes=len(here))
+
+    def _note(self) -> None:
+        if self._kept is not None:
+            self._kept.note(self.label, self.everything().note)
+
+    def _keep(self, name: BlockName, descriptor: int) -> None:
+        if self._kept is not None:
+            self._kept.put(self.label, name, self.blocks[name].about, descriptor)
+
+    def _drop(self, name: BlockName) -> None:
+        block = self.blocks.pop(name, None)
+        if block is not None:
+            block.close()
+            if self._kept is not None:
+                self._kept.drop(self.label, name)
 
     # -- what processes tell
 
@@ -128,9 +183,7 @@ class PodMemory:
             case Type.MEMORY:
                 self._memory(process, wire.memory(packet.body), descriptor)
             case Type.FORGET:
-                block = self.blocks.pop(wire.block(packet.body), None)
-                if block is not None:
-                    block.close()
+                self._drop(wire.block(packet.body))
             case Type.IDENTIFY | Type.FETCH | Type.EXPORTED:
                 await self._asked(process, Asked(packet.type, packet.request, wire.block(packet.body), descriptor))
             case _:
@@ -145,6 +198,7 @@ class PodMemory:
             os.close(descriptor)  # told again: the first one stands for the same memory
         elif descriptor >= 0:
             block.descriptors.append(descriptor)
+            self._keep(name, descriptor)
         process.told.add(about.id)
         self._all_told(process)
 
@@ -153,7 +207,7 @@ class PodMemory:
         if len(process.told) >= process.expected:
             gone = [n for n in self.blocks if n.process == process.number and n.id not in process.told]
             for name in gone:
-                self.blocks.pop(name).close()
+                self._drop(name)
 
     async def _asked(self, process: CudaProcess, asked: Asked) -> None:
         kept = asked.descriptor
@@ -166,6 +220,7 @@ class PodMemory:
             block = self.blocks[found]
             if asked.type == Type.EXPORTED and kept >= 0:
                 block.descriptors.append(kept)
+                self._keep(found, kept)
                 kept = -1
             elif asked.type == Type.FETCH and block.descriptors:
                 hand_out = block.descriptors[0]
@@ -183,6 +238,8 @@ class PodMemory:
     async def refusals(self) -> list[Objection]:
         """What cannot be saved, by process and API. Raises `Unavailable` when a process does not answer."""
         found: list[Objection] = []
+        if self._host_pids:  # they look for the socket all the time
+            await self._wait(clock.now() + _COME_SECONDS)
         for process in list(self.processes.values()):
             status = msgspec.json.decode(await process.status())
             for entry in status.get("refusals", []):
@@ -198,10 +255,18 @@ class PodMemory:
     def take(self, processes: list[SavedProcess], blocks: dict[BlockName, Block]) -> None:
         """The memory of processes that CRIU brings back; `bring_back` waits for them."""
         self.expected = {p.process: p for p in processes if p.process not in self.processes}
+        self._host_pids.clear()
         self.blocks.update(blocks)
+        self._note()
+        for name, block in blocks.items():
+            for descriptor in block.descriptors:
+                self._keep(name, descriptor)
 
     async def quiesce(self, seconds: float) -> None:
         """Until no process submits work. On failure all run on."""
+        missing = self._missing()
+        if self.expected:
+            raise Unavailable(f"{self.label}: {', '.join(missing)} is not connected to the GPU broker")
         try:
             await _each(self.processes.values(), lambda process: process.quiesce(seconds))
         except BaseException:
@@ -268,6 +333,10 @@ class PodMemory:
         for process in list(self.processes.values()):
             if not process.connected and not process.alive():
                 self._forget_process(process.number)
+        for number, pid in list(self._host_pids.items()):
+            if number in self.expected and not alive(KnownProcess(number, 0, pid, "")):
+                del self.expected[number]
+                self._forget_process(number)
         lost = [str(process) for process in self.processes.values() if not process.connected]
         return lost + [f"process {saved.pid} ({saved.name})" for saved in self.expected.values()]
 
@@ -282,6 +351,8 @@ class PodMemory:
         for block in self.blocks.values():
             block.close()
         self.blocks.clear()
+        if self._kept is not None:
+            self._kept.drop_pod(self.label)
 
 
 def _has(block: Block, descriptor: int) -> bool:
