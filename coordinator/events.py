@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
     from moorage.coordinator.job import Job
     from moorage.coordinator.leader import Leader
 
+#: So long a job that failed is waited for, where somebody else than moorage brings it back.
+_KEPT_SECONDS = 30.0
+
 
 async def read(leader: Leader, job: Job | None, *, follow: bool) -> AsyncIterator[Event]:
-    """The kept events of one job, or of all, oldest first; with ``follow`` new ones until the job is over."""
+    """The kept events of one job, or of all, oldest first; with ``follow`` new ones until the job is over. One that has
+    failed is waited for if somebody keeps it."""
     if job is None:
         async for event in _all(leader, follow=follow):
             yield event
@@ -38,10 +43,11 @@ async def read(leader: Leader, job: Job | None, *, follow: bool) -> AsyncIterato
                 # Etcd may show the last event before this coordinator knows that its write succeeded, and so before the
                 # job is over here: what ends the stream may be either of the two.
                 seen = job.changed.rung
-                if job.state.over and told + 1 >= job.state.said:
+                patience = _patience(job, told)
+                if patience is not None and patience <= 0:
                     return
                 coming = coming or asyncio.ensure_future(anext(batches))
-                if not await _first(coming, job, seen):
+                if not await _first(coming, job, seen, patience):
                     continue
                 batch, coming = coming.result(), None
                 for kv in _written(batch):
@@ -55,12 +61,23 @@ async def read(leader: Leader, job: Job | None, *, follow: bool) -> AsyncIterato
                 await asyncio.wait([coming])
 
 
-async def _first(coming: asyncio.Future[WatchBatch], job: Job, seen: int) -> bool:
-    """Wait for the next batch or for the next change of the job; whether it was the batch."""
+def _patience(job: Job, told: int) -> float | None:
+    """For how many seconds more is to come; None: until the job is over. One that has failed may be brought back by
+    whoever keeps it, which is the same story."""
+    state = job.state
+    if not state.over or told + 1 < state.said:
+        return None
+    if state.phase != "failed" or not state.policy.keeper:
+        return 0.0
+    return state.ended + _KEPT_SECONDS - time.time()
+
+
+async def _first(coming: asyncio.Future[WatchBatch], job: Job, seen: int, seconds: float | None) -> bool:
+    """Wait for the next batch, the next change of the job or the end of the time; whether it was the batch."""
     changed = asyncio.create_task(job.changed.wait(seen))
     either: set[asyncio.Future[Any]] = {coming, changed}
     try:
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         return coming.done()
     finally:
         changed.cancel()

@@ -40,6 +40,8 @@ def policy_of(spec: JobSpec) -> JobPolicy:
             raise UsageError(f"policy.{name} is {value:g}", "give seconds, not less than 0")
     if policy.durability not in ("", "local", "remote"):
         raise UsageError(f"durability {policy.durability!r} does not exist", "local or remote")
+    if len(policy.keeper) > 80 or not policy.keeper.isprintable():
+        raise UsageError("policy.keeper is no name", "give up to 80 printable characters")
     return JobPolicy(
         checkpoint_every_seconds=policy.checkpoint_every_seconds,
         keep_last=policy.keep_last or 3,
@@ -49,6 +51,7 @@ def policy_of(spec: JobSpec) -> JobPolicy:
         attempt_deadline_seconds=policy.attempt_deadline_seconds or 120.0,
         hang_seconds=policy.hang_seconds,
         elastic=policy.elastic,
+        keeper=policy.keeper,
         durability="local" if policy.durability == "local" else "remote",
     )
 

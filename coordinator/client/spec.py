@@ -118,14 +118,15 @@ def job_spec(
     hooks: Mapping[str, str | int] | None = None,
     rank_env: Mapping[str, str] | None = None,
     elastic: bool = False,
+    keeper: str = "",
 ) -> types_pb2.JobSpec:
     """A job that runs ``command`` as every rank. Durations in seconds, sizes in bytes, 0 meaning the default or none.
 
     The caller's PATH, HOME, LANG and the like are carried; all else of the environment only if ``env`` names it.
     ``max_restarts`` None sets no limit, but three failures of the job in a row with no new checkpoint between them end
     it; 0 means that no failure is followed by a restore, as ``on_failure="fail"`` does. ``elastic``: where there is no
-    checkpoint that helps, a restart begins from nothing, as torchrun's do. Raises `UsageError` for values that cannot
-    be.
+    checkpoint that helps, a restart begins from nothing, as torchrun's do. ``keeper``: who brings the job back where
+    ``on_failure`` is "fail", as the events name it ("its Ray driver"). Raises `UsageError` for values that cannot be.
     """
     if not command:
         raise UsageError("no command is given", "moorage run -- COMMAND...")
@@ -191,6 +192,7 @@ def job_spec(
             attempt_deadline_seconds=attempt_deadline,
             elastic=elastic,
             durability=durability,
+            keeper=keeper,
         ),
     )
 

@@ -49,7 +49,9 @@ def judge(drain: str, move: MoveRecord, state: JobState | None, leaving: Collect
     if attempt is None or attempt.step != "aborted":
         return Verdict()
     if attempt.error_kind in _FINAL or move.tries + 1 >= TRIES:
-        cures = tuple(f"{found.what}: {found.cure}" for found in attempt.refusals if found.cure)
-        stop = f"moorage stop {state.name}"
-        return Verdict("failed", attempt.reason, (*cures, *([attempt.hint] if attempt.hint else []), stop))
+        cures = [f"{found.what}: {found.cure}" for found in attempt.refusals if found.cure]
+        # The hint of an attempt that was refused is the cure of the first refusal.
+        known = any(attempt.hint == found.cure for found in attempt.refusals)
+        more = [attempt.hint] if attempt.hint and not known else []
+        return Verdict("failed", attempt.reason, tuple(dict.fromkeys((*cures, *more, f"moorage stop {state.name}"))))
     return Verdict(ask=True)

@@ -33,7 +33,8 @@ class FailurePolicy(msgspec.Struct, frozen=True):
     ) -> FailureVerdict:
         """``restarts`` and ``in_row`` do not count this failure."""
         if policy.on_failure == "fail":
-            return FailureVerdict("fail", "its owner wants no restore")
+            kept = f"bringing it back is left to {policy.keeper}"
+            return FailureVerdict("fail", kept if policy.keeper else "its owner wants no restore")
         if policy.max_restarts and restarts >= policy.max_restarts:
             return FailureVerdict("fail", f"its {policy.max_restarts} restarts are used up")
         if kind != "node" and in_row >= self.max_in_row and policy.elastic and policy.max_restarts:

@@ -182,6 +182,7 @@ class JobPolicy(msgspec.Struct, frozen=True, kw_only=True):
     hang_seconds: float = 0.0
     elastic: bool = False  # with no checkpoint that helps, a restart begins from nothing
     durability: Literal["local", "remote"] = "remote"
+    keeper: str = ""  # who brings the job back where ``on_failure`` is fail; empty: nobody
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,5 +42,6 @@ def train_loop_per_worker(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+        flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        digest = hashlib.sha256(bytes(flat.view(torch.uint8).tolist())).hexdigest()  # torch may be there without numpy
         train.report({"epoch": epoch, "loss": loss.item().hex(), "weights": digest, "nonce": nonce})

@@ -19,7 +19,7 @@
      ├─ JobFailed               214  the job ended without an exit code of its own
      ├─ Fenced                  215  a newer leader or incarnation exists; the caller is stale
      ├─ DeviceFailed            216  a GPU or its driver answered with an error
-     └─ Differs                  216  a rehearsed job did not compute the same, or was not restored
+     └─ Differs                  217  a rehearsed job did not compute the same, or was not restored
 
 The message is one line that names the thing; ``hint`` is one line that says what to do. The command line prints
 both and exits with ``exit_code``; gRPC carries them in the trailing metadata key ``moorage-error-bin``.

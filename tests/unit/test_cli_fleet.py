@@ -151,7 +151,7 @@ def test_ctrl_c_calls_it_off_and_says_how_it_stands(coordinator: FakeCoordinator
     line = [sys.executable, "-P", "-m", "moorage.cli.main", "drain", "n-1", "-y"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
-        while "is checkpointed" not in process.stderr.readline():
+        while "is being checkpointed and moved to n-2" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         rest, out = process.stderr.read(), process.stdout.read()

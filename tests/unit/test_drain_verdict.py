@@ -61,6 +61,12 @@ def test_what_cannot_be_saved_is_named_with_its_cures_and_not_tried_again() -> N
     assert found.choices[0] == "process 7: detach the debugger" and "moorage stop j" in found.choices
 
 
+def test_a_cure_is_named_once() -> None:
+    findings = (Finding("process 7", "it is traced", "detach it"), Finding("process 7", "again", "detach it"))
+    found = judge("d", MOVE, aborted("Refused", reason="no", refusals=findings, hint="detach it"), {"a"})
+    assert found.choices == ("process 7: detach it", "moorage stop j")
+
+
 def test_what_may_work_the_next_time_is_tried_again_but_not_for_ever() -> None:
     import msgspec
 

@@ -493,6 +493,12 @@ def test_the_failure_policy(policy: JobPolicy, given: dict[str, Any], action: st
     assert bool(verdict.why) == (action == "fail")
 
 
+def test_a_job_that_somebody_else_brings_back_says_so() -> None:
+    policy = JobPolicy(on_failure="fail", keeper="its Ray driver")
+    verdict = FailurePolicy().decide(policy, kind="node", restarts=0, in_row=0, has_checkpoint=True)
+    assert (verdict.action, verdict.why) == ("fail", "bringing it back is left to its Ray driver")
+
+
 # -- the machine as a whole
 
 

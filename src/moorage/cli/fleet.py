@@ -176,12 +176,13 @@ def _follow(api: Client, started: DrainInfo) -> DrainInfo:
 
 def _sentence(move: MoveInfo) -> str:
     where = ", ".join(dict.fromkeys(move.placed))
+    target = ", ".join(dict.fromkeys(move.target))
     why = f": {move.reason}" if move.reason else ""
     if move.state == "moved":
         return f"{move.name} runs on {where}" + (f", after {human_seconds(move.seconds)}" if move.seconds else "")
     words = {
         "waiting": "waits",
-        "moving": f"is checkpointed and {'moved' if move.target else 'parked'}",
+        "moving": f"is being checkpointed and {f'moved to {target}' if move.target else 'parked'}",
         "parked": "is parked",
         "ended": "has ended",
         "failed": "could not be moved and runs where it was",

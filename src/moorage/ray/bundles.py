@@ -96,6 +96,9 @@ class Bundles:
         while True:
             await self.look()
             leaving = {name for name, node in self.view.items() if node.alive and node.draining}
+            # Ray's own processes may live on where moorage's node is gone.
+            dead = await lost()
+            leaving |= {name for name, node in self.view.items() if node.labels.get(world.LABEL) in dead}
             await self.release()
             wish = self._wish
             self._group = await asyncio.to_thread(
@@ -106,8 +109,9 @@ class Bundles:
                 selector=wish.selector,
                 without=without | leaving,
             )
+            usable = sum(node.alive for name, node in self.view.items() if name not in leaving)
             try:
-                await self._wait(patient, deadline)
+                await self._wait(usable, patient, deadline)
                 await self._join()
                 dead = await lost()
                 if gone := [joined for joined in self._members if joined.node in dead]:
@@ -129,11 +133,15 @@ class Bundles:
                 await self.release()
                 raise
 
-    async def _wait(self, patient: bool, deadline: float | None) -> None:
+    async def _wait(self, usable: int, patient: bool, deadline: float | None) -> None:
         loop = asyncio.get_running_loop()
         wish = self._wish
         while not await asyncio.to_thread(world.ready, self._group, _ASK_AGAIN_SECONDS):
-            why = await asyncio.to_thread(world.impossible, wish.bundle, wish.count)
+            spread = wish.count if wish.strategy == "STRICT_SPREAD" else 1
+            if usable < spread:
+                why = f"it needs {spread} of Ray's nodes, and {usable} can be used"
+            else:
+                why = await asyncio.to_thread(world.impossible, wish.bundle, wish.count)
             if why and not patient:
                 raise NoCapacity(f"no placement group can be had: {why}", "fewer workers, or more Ray nodes")
             if deadline is not None and loop.time() > deadline:

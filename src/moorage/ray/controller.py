@@ -295,7 +295,11 @@ class Controller:
         if self._info is not None and not self._info.over and self._info.phase != "parked":
             with contextlib.suppress(MoorageError):
                 await self._job.park()
-        raise JobFailed(f"job {self._spec.name} is not brought back: {action.why}", "raise the limit, or restore it")
+        name = self._spec.name
+        raise JobFailed(
+            f"job {name} is not brought back: {action.why.rstrip('.')}",
+            f"moorage logs {name} and moorage events {name} say more; raise the limit, or restore it",
+        )
 
     # -- verbs
 

@@ -125,6 +125,7 @@ def launch(
         keep_last=keeping.num_to_keep or 3,
         # Where a job comes back is Ray's to say: the controller asks for bundles, then for the restore.
         on_failure="fail",
+        keeper="its Ray driver",
         **more,
     )
     order = Order(

@@ -83,7 +83,11 @@ class LocalRay:
         deadline = time.monotonic() + _READY_SECONDS
         while True:
             try:
-                JobSubmissionClient(self.dashboard).submit_job(entrypoint="true")
+                client = JobSubmissionClient(self.dashboard)
+                tried = client.submit_job(entrypoint="true")
+                while not client.get_job_status(tried).is_terminal() and time.monotonic() < deadline:
+                    time.sleep(0.2)
+                client.delete_job(tried)  # whoever lists jobs sees only their own
                 return
             except (ConnectionError, RuntimeError) as error:
                 if time.monotonic() > deadline:
@@ -147,6 +151,7 @@ def main() -> int:
     options = parser.parse_args()
     with Client() as client:
         nodes = sorted(node.node for node in client.nodes() if node.live)
+    print(f"starting Ray with a head and {len(nodes)} nodes; some 20 s", file=sys.stderr, flush=True)
     with until_interrupted() as over, LocalRay(nodes, cpus=options.cpus) as local:
         print(f"Ray runs with a node for each of {', '.join(nodes)}. In other terminals:")
         for name, value in local.environment.items():

@@ -125,4 +125,4 @@ def _within(action: Action, spent: Spent, limits: FailureConfig) -> Action:
     )
     if limit < 0 or used < limit:
         return action
-    return msgspec.structs.replace(action, do="give-up", why=f"{action.why}; {name}={limit} is used up")
+    return msgspec.structs.replace(action, do="give-up", why=f"{action.why.rstrip('.')}; {name}={limit} is used up")

@@ -153,6 +153,7 @@ class Policy(_message.Message):
     DURABILITY_FIELD_NUMBER: _builtins.int
     HANG_SECONDS_FIELD_NUMBER: _builtins.int
     ELASTIC_FIELD_NUMBER: _builtins.int
+    KEEPER_FIELD_NUMBER: _builtins.int
     checkpoint_every_seconds: _builtins.float
     """0: only when asked"""
     keep_last: _builtins.int
@@ -173,6 +174,8 @@ class Policy(_message.Message):
     """0: off; otherwise no output and no CPU time for so long counts as a failure"""
     elastic: _builtins.bool
     """torchrun's restarts: where there is no checkpoint to go back to, or none that helps, the job starts from nothing."""
+    keeper: _builtins.str
+    """Who brings the job back after a failure that ON_FAILURE_FAIL leaves to it, such as "its Ray driver"; only said."""
     def __init__(
         self,
         *,
@@ -185,10 +188,11 @@ class Policy(_message.Message):
         durability: _builtins.str = ...,
         hang_seconds: _builtins.float = ...,
         elastic: _builtins.bool = ...,
+        keeper: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_deadline_seconds", b"attempt_deadline_seconds", "checkpoint_every_seconds", b"checkpoint_every_seconds", "durability", b"durability", "elastic", b"elastic", "hang_seconds", b"hang_seconds", "if_incompatible", b"if_incompatible", "keep_last", b"keep_last", "max_restarts", b"max_restarts", "on_failure", b"on_failure"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_deadline_seconds", b"attempt_deadline_seconds", "checkpoint_every_seconds", b"checkpoint_every_seconds", "durability", b"durability", "elastic", b"elastic", "hang_seconds", b"hang_seconds", "if_incompatible", b"if_incompatible", "keep_last", b"keep_last", "keeper", b"keeper", "max_restarts", b"max_restarts", "on_failure", b"on_failure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
