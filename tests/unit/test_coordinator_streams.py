@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -166,11 +167,33 @@ def test_the_events_of_a_job_end_with_it_also_when_etcd_shows_the_last_one_first
         for _ in range(10):
             await asyncio.sleep(0)
         assert not last.done()
-        job.state = SimpleNamespace(over=True, said=2)
+        job.state = SimpleNamespace(over=True, said=2, phase="finished")
         job.changed.ring()
         async with asyncio.timeout(30):
             assert await last is None
         assert etcd.closed
+
+    asyncio.run(run())
+
+
+def test_the_events_of_a_job_that_somebody_brings_back_go_on() -> None:
+    async def run() -> None:
+        etcd = Events()
+        leader, job = event_source(etcd, "j")
+        etcd.listed = (etcd.kv(0),)
+        keeper = SimpleNamespace(keeper="its Ray driver")
+        job.state = SimpleNamespace(over=True, said=1, phase="failed", policy=keeper, ended=time.time())
+        stream = aiter(events.read(leader, job, follow=True))
+        assert (await anext(stream)).sentence == "j 0"
+        back = asyncio.ensure_future(anext(stream))
+        await etcd.watched.wait()
+        job.state = SimpleNamespace(over=False, said=2)
+        etcd.write(1)
+        assert (await back).sentence == "j 1"
+        job.state = SimpleNamespace(over=True, said=2, phase="failed", policy=keeper, ended=time.time() - 3600)
+        job.changed.ring()
+        async with asyncio.timeout(30):
+            assert await anext(stream, None) is None
 
     asyncio.run(run())
 
@@ -184,7 +207,7 @@ def test_the_events_of_a_job_go_on_to_the_last_one_after_the_job_is_over() -> No
         assert (await anext(stream)).sentence == "j 0"
         last = asyncio.ensure_future(anext(stream))
         await etcd.watched.wait()
-        job.state = SimpleNamespace(over=True, said=2)
+        job.state = SimpleNamespace(over=True, said=2, phase="finished")
         job.changed.ring()
         etcd.write(1)
         async with asyncio.timeout(30):
