@@ -20,6 +20,7 @@ from moorage.coordinator.persist import compare_generation
 from moorage.errors import Conflict, CorruptData, MoorageError, NotFound, Unavailable
 from moorage.records import CheckpointRecord
 from moorage.store import CheckResult, GlobalManifest, PodManifest, PruneResult, Store, forget
+from moorage.store.manifests import image_kind
 
 if TYPE_CHECKING:
     from moorage.coordinator.job import Job
@@ -42,6 +43,9 @@ PROTECT = 600.0
 _LOOK_SECONDS = 5.0
 
 
+DEVICE = "device memory"
+
+
 class Part(NamedTuple):
     """One kind of data of one pod: plain bytes, bytes that it takes in the store, number of files."""
 
@@ -55,8 +59,29 @@ class Part(NamedTuple):
 def kind_of(kind: str, name: str) -> str:
     """What a user calls a content of a pod's manifest."""
     if kind == "images":
-        return "process memory" if name.startswith("pages-") else "process state"
-    return {"layer": "files", "journal": "logs"}.get(kind, kind)
+        return image_kind(name)
+    return {"layer": "files", "journal": "logs", "memory": DEVICE}.get(kind, kind)
+
+
+def device_parts(whole: Part, gpu: dict[str, Any]) -> list[Part]:
+    """Device memory by what it cost, and what the driver itself put into the processes' memory.
+
+    ``gpu``: as the manifest has it; what an earlier release wrote does not say how much was new.
+    """
+    new, shared, same = (int(gpu.get(f"bytes_{what}", 0)) for what in ("new", "shared", "same"))
+    driver = int(gpu.get("driver_bytes", 0))
+    processes = len(gpu.get("processes", []))
+    found = [whole]
+    if new + shared + same == whole.bytes:
+        fresh = min(whole.stored, round(whole.stored * new / max(1, new + shared)))
+        found = [
+            whole._replace(kind=f"{DEVICE}, new", bytes=new, stored=fresh),
+            whole._replace(kind=f"{DEVICE}, as in earlier checkpoints", bytes=shared, stored=whole.stored - fresh),
+            whole._replace(kind=f"{DEVICE}, zeros and repeated", bytes=same, stored=0),
+        ]
+    if driver:
+        found.append(Part(whole.pod, "CUDA context (within process memory)", driver, 0, processes))
+    return found
 
 
 def _parts(store: Store, pods: list[PodManifest]) -> list[Part]:
@@ -72,7 +97,9 @@ def _parts(store: Store, pods: list[PodManifest]) -> list[Part]:
             total[0] += content.size
             total[1] += sum(place.stored for name in fresh if (place := store.index.locate(name)))
             total[2] += 1
-        found += [Part(manifest.pod, kind, *total) for kind, total in sorted(totals.items())]
+        parts = [Part(manifest.pod, kind, *total) for kind, total in sorted(totals.items())]
+        for part in parts:
+            found += device_parts(part, manifest.extra.get("gpu", {})) if part.kind == DEVICE else [part]
     return found
 
 

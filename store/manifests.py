@@ -16,6 +16,12 @@ from moorage.store.format import newer
 
 MANIFEST_VERSION = 1
 
+#: How the names of CRIU's files about sockets, connections and network devices begin.
+_NETWORK_IMAGES = (
+    "tcp-stream-", "inetsk", "unixsk", "netlinksk", "packetsk", "sk-queues", "netdev-", "netns-", "ifaddr-", "route-",
+    "route6-", "rule-", "iptables-", "ip6tables-", "nftables-",
+)  # fmt: skip
+
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """``length`` bytes of a file: those of a chunk from ``offset`` on.
@@ -40,6 +46,13 @@ class Content(msgspec.Struct, frozen=True, array_like=True):
 
     size: int
     chunks: list[Chunk]
+
+
+def image_kind(name: str) -> str:
+    """What one of CRIU's files holds, as `moorage inspect` calls it."""
+    if name.startswith("pages-"):
+        return "process memory"
+    return "network" if name.startswith(_NETWORK_IMAGES) else "process state"
 
 
 class PodManifest(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from moorage import failpoints
 from moorage.errors import AttemptAborted, CorruptData, MoorageError
 from moorage.records import Vote
 from moorage.store import Content, PodManifest, Writer, WriteStats
+from moorage.store.manifests import image_kind
 from moorage.worker import attempt_layer, pod_fingerprint, pod_gpu, pod_staging, uploads
 from moorage.worker.agent_failpoints import step
 from moorage.worker.attempt_capture import IMAGES, INDEX_FILE, JOURNAL
@@ -200,11 +201,6 @@ def _add_all(
 
 def _seen(staged: StagedCapture) -> pod_fingerprint.Seen:
     return pod_fingerprint.Seen() if staged.finished else pod_fingerprint.Seen.load(Path(staged.staging))
-
-
-def image_kind(name: str) -> str:
-    """What one of CRIU's files holds, as `moorage inspect` calls it."""
-    return "process memory" if name.startswith("pages-") else "process state"
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

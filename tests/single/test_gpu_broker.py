@@ -78,11 +78,15 @@ def test_memory_is_saved_once_and_comes_back_in_another_process(tmp_path: Path) 
         await rig.known("pod", len(one) + len(two))
         first = await rig.save("pod", 1)
         assert first.bytes_new == 4 * CHUNK, "zeros and the chunk that is there twice take no room"
+        assert first.memory is not None
+        parts = (first.memory.bytes_new, first.memory.bytes_shared, first.memory.bytes_same)
+        assert parts == (4 * CHUNK, 0, 3 * CHUNK)
         assert (process.level, process.evicted) == (0, False) and FakeDriver.states[os.getpid()] == "running"
         assert content(process.blocks[1]) == one and content(process.blocks[2]) == two
         os.pwrite(process.blocks[2], b"changed", CHUNK)  # within the zeros
         second = await rig.save("pod", 2)
         assert second.bytes_new == CHUNK
+        assert second.memory is not None and second.memory.bytes_shared == 4 * CHUNK
         after = content(process.blocks[2])
         restored = process.restored(await rig.attach("next"))
         await process.end()

@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from moorage.coordinator import journal_export
-from moorage.coordinator.checkpoints import kind_of
+from moorage.coordinator.checkpoints import Part, device_parts, kind_of
 from moorage.coordinator.counters import next_range
 from moorage.coordinator.job import exit_of
 from moorage.coordinator.machine import JobPolicy, JobState
@@ -171,6 +171,7 @@ def test_a_pod_that_has_finished_does_not_hang() -> None:
 def test_kinds_are_told_in_a_users_words() -> None:
     assert kind_of("images", "pages-1.img") == "process memory"
     assert kind_of("images", "core-1.img") == "process state"
+    assert kind_of("images", "tcp-stream-2f.img") == kind_of("images", "netdev-8.img") == "network"
     assert kind_of("layer", "tree") == "files"
     assert kind_of("journal", "journal") == "logs"
 
@@ -179,3 +180,15 @@ def test_ranks_that_would_share_a_communicator_are_refused_before_anything_is_ma
     with pytest.raises(Refused, match="2 ranks with GPUs"):
         complete(JobSpec(command=["true"], gpus_per_pod=1, pods=2), "user:me", "j1")
     assert complete(JobSpec(command=["true"], gpus_per_pod=2), "user:me", "j1").gpus_per_pod == 2
+
+
+def test_device_memory_is_told_by_what_it_cost() -> None:
+    whole = Part(0, kind_of("memory", "1/1"), 100, 44, 3)
+    assert device_parts(whole, {}) == [whole], "an earlier release's"
+    gpu = {"bytes_new": 30, "bytes_shared": 10, "bytes_same": 60, "driver_bytes": 7, "processes": [[1, 2, "x"]]}
+    assert device_parts(whole, gpu) == [
+        Part(0, "device memory, new", 30, 33, 3),
+        Part(0, "device memory, as in earlier checkpoints", 10, 11, 3),
+        Part(0, "device memory, zeros and repeated", 60, 0, 3),
+        Part(0, "CUDA context (within process memory)", 7, 0, 1),
+    ]

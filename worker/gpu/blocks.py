@@ -70,7 +70,11 @@ class SavedMemory(msgspec.Struct, frozen=True, kw_only=True):
     processes: list[SavedProcess] = []
     blocks: list[SavedBlock] = []
     devices: list[str] = []  # UUIDs by the index that the blocks speak of
-    driver_bytes: int = 0  # device memory that the driver's own part needs at restore
+    driver_bytes: int = 0  # what the driver put into the processes' own memory: contexts, graphs, small allocations
+    #: Bytes of the blocks: written with this checkpoint, in the store from earlier ones, zeros or there twice.
+    bytes_new: int = 0
+    bytes_shared: int = 0
+    bytes_same: int = 0
 
 
 def saved(process: int, block: Block) -> SavedBlock:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from moorage.errors import Conflict, NotFound
@@ -190,6 +191,7 @@ class Broker:
             processes=[SavedProcess(p.number, p.pod_pid, p.name) for p in memory.processes.values()],
             blocks=[saved(name.process, block) for name, block in sorted(memory.blocks.items())],
             devices=pod.gpus,
+            driver_bytes=memory.driver_bytes,
         )
 
     async def _capture(self, pod: _Attached, request: m.Capture) -> m.Answer:
@@ -222,8 +224,14 @@ class Broker:
 
     async def _write(self, pod: _Attached, saving: Saving) -> m.Answer:
         contents, stats = await asyncio.to_thread(saving.write)
+        memory = msgspec.structs.replace(
+            pod.snapshot,
+            bytes_new=saving.bytes_changed,
+            bytes_shared=saving.bytes_shared,
+            bytes_same=saving.bytes_total - saving.bytes_changed - saving.bytes_shared,
+        )
         return m.Answer(
-            id=0, memory=pod.snapshot, contents=contents, bytes_total=stats.bytes_total, bytes_new=stats.bytes_new
+            id=0, memory=memory, contents=contents, bytes_total=stats.bytes_total, bytes_new=stats.bytes_new
         )
 
     async def _forget(self, pod: _Attached, request: m.Forget) -> m.Answer:

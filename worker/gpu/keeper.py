@@ -10,6 +10,7 @@ import array
 import contextlib
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -146,6 +147,23 @@ def serve(folder: Path, told: int) -> None:
     keeper = Keeper()
     clients: set[socket.socket] = set()
     served = False
+
+    def hear(line: socket.socket) -> bool:
+        """One message of a client. False: it is gone."""
+        try:
+            message, descriptor = receive(line)
+            if isinstance(message, Take):
+                # What an earlier broker said before it died comes first.
+                for other in clients - {line}:
+                    while select.select([other], [], [], 0)[0] and hear(other):
+                        pass
+            if message is not None:
+                keeper.obey(line, message, descriptor)
+                return True
+        except (OSError, msgspec.MsgspecError):
+            pass
+        return False
+
     with selectors.DefaultSelector() as selector:
         selector.register(listening, selectors.EVENT_READ)
         while clients or not served or not keeper.empty:
@@ -162,16 +180,10 @@ def serve(folder: Path, told: int) -> None:
                     selector.register(client, selectors.EVENT_READ)
                     served = True
                     continue
-                try:
-                    message, descriptor = receive(line)
-                    if message is not None:
-                        keeper.obey(line, message, descriptor)
-                        continue
-                except (OSError, msgspec.MsgspecError):
-                    pass
-                selector.unregister(line)
-                clients.discard(line)
-                line.close()
+                if not hear(line):
+                    selector.unregister(line)
+                    clients.discard(line)
+                    line.close()
 
 
 def main() -> int:

@@ -59,6 +59,7 @@ class PodMemory:
         self.processes: dict[int, CudaProcess] = {}
         self.blocks: dict[BlockName, Block] = {}
         self.expected: dict[int, SavedProcess] = {}  # restored or an earlier broker's, and not seen yet
+        self.driver_bytes = 0  # what the driver put into the processes' own memory when it saved them last
         self._kept = kept
         self._host_pids: dict[int, int] = {}  # of those expected that an earlier broker knew
         self._drive = drive
@@ -285,7 +286,10 @@ class PodMemory:
             await self._deaf()
             drivers = [self._drive(process.pid) for process in self.processes.values()]
             await _each(drivers, lambda driver: asyncio.to_thread(driver.lock, seconds))
+            before = sum(process.resident() for process in self.processes.values())
             await _each(drivers, lambda driver: asyncio.to_thread(driver.checkpoint))
+            after = sum(process.resident() for process in self.processes.values())
+            self.driver_bytes = max(0, after - before)
         except BaseException:
             await self.bring_back(seconds)
             raise

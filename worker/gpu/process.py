@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from moorage.errors import DeadlineExceeded, DeviceFailed
@@ -60,6 +61,13 @@ class CudaProcess:
         except PermissionError:
             return True
         return True
+
+    def resident(self) -> int:
+        """Bytes of host memory that the process has; 0 when it is gone."""
+        try:
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, IndexError):
+            return 0
 
     async def quiesce(self, seconds: float) -> None:
         """Until no thread submits work and the device is done. Raises `DeadlineExceeded` with who is in the way."""

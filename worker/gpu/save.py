@@ -49,6 +49,7 @@ class Saving:
         self._blocks: dict[BlockName, Block] = {}
         self.bytes_changed = 0
         self.cancelled = threading.Event()
+        self._shared: set[bytes] = set()
 
     def capture(self, blocks: Mapping[BlockName, Block], device: Callable[[int], Device]) -> dict[str, float]:
         """Hash all of ``blocks`` and copy what the store lacks. Returns seconds by step.
@@ -77,7 +78,11 @@ class Saving:
                 self._names[name] = names
                 self._blocks[name] = block
                 for chunk in changed(region.address, names, {self._zero}):
-                    if chunk.name not in wanted and not self._writer.has(chunk.name):
+                    if chunk.name in wanted or chunk.name in self._shared:
+                        continue
+                    if self._writer.has(chunk.name):
+                        self._shared.add(chunk.name)
+                    else:
                         wanted[chunk.name] = chunk
             self._stage(device, list(wanted.values()))
             clock.lap("gpu_stage")
@@ -101,6 +106,16 @@ class Saving:
         self._staged.append(Staged(device, region, [chunk.name for chunk in chunks]))
         self.bytes_changed += size
 
+    @property
+    def bytes_total(self) -> int:
+        """Of all blocks that were captured."""
+        return sum(block.about.size for block in self._blocks.values())
+
+    @property
+    def bytes_shared(self) -> int:
+        """Of chunks that the store had before, each counted once."""
+        return len(self._shared) * CHUNK
+
     def write(self) -> tuple[dict[str, Content], WriteStats]:
         """Bring the copies into the store; the content of each block by `SavedBlock.content_name`.
 
@@ -108,8 +123,8 @@ class Saving:
         """
         for staged in self._staged:
             self._write(staged)
-        total = sum(block.about.size for block in self._blocks.values())
-        self._writer.count_known(total - self.bytes_changed, (total - self.bytes_changed) // CHUNK, kind=KIND)
+        known = self.bytes_total - self.bytes_changed
+        self._writer.count_known(known, known // CHUNK, kind=KIND)
         stats = self._writer.finish()
         self._drop_copies()
         return {
