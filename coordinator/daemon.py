@@ -11,11 +11,10 @@ import logging
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import structlog
 
-from moorage import failpoints, rpc
+from moorage import failpoints, listening, rpc
 from moorage.access import Gate
 from moorage.barrier import crl
 from moorage.barrier.client import EtcdClient
@@ -29,7 +28,7 @@ from moorage.coordinator.persist import LeadershipLost
 from moorage.coordinator.predecessor import Predecessor
 from moorage.coordinator.restored import HINT, OlderEtcdError
 from moorage.coordinator.service import CoordinatorService
-from moorage.errors import Conflict, MoorageError, UsageError
+from moorage.errors import MoorageError
 from moorage.observe.calls import Calls
 from moorage.observe.notify import notify
 from moorage.observe.watch import Watch
@@ -123,7 +122,7 @@ class Coordinator:
         async with etcd:
             server = rpc.aio_server(Gate(config.tls, self.service.note), Calls(self.metrics.registry))
             add_CoordinatorServicer_to_server(self.service, server)
-            self.port = _bind(server, config)
+            self.port = listening.bind(server, config.listen, config.tls, "coordinator")
             await server.start()
             notify("READY=1")
             log.info("serving", listen=config.listen, port=self.port, store=config.store)
@@ -192,13 +191,3 @@ class Coordinator:
             await leader.run()
         finally:
             self.service.leader = None
-
-
-def _bind(server: Any, config: CoordinatorConfig) -> int:
-    try:
-        port = int(server.add_secure_port(config.listen, rpc.server_credentials(config.tls)))
-    except (RuntimeError, OSError) as error:
-        raise Conflict(f"cannot listen on {config.listen}: {error}", "is another coordinator running there?") from error
-    if not port:
-        raise UsageError(f"cannot listen on {config.listen}", "correct `listen` in the coordinator's settings")
-    return port

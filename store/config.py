@@ -72,6 +72,9 @@ def backend_of(location: str, settings: StoreSettings | None = None) -> Backend:
     return PosixBackend(path)
 
 
+_COPY = "put it back from a copy; nothing in the store can be read without it"
+
+
 def create(backend: Backend, wrapping: bytes | None = None) -> None:
     """Make an empty store unless there is one. When several hosts do it at once, the first configuration stands.
 
@@ -126,12 +129,12 @@ def read_config(backend: Backend) -> StoreConfig:
     try:
         head = msgspec.json.decode(data, type=_Version)
         if head.format != "moorage-store":
-            raise CorruptData(f"{where} is not the configuration of a moorage store")
+            raise CorruptData(f"{where} is not the configuration of a moorage store", _COPY)
         if head.version > STORE_VERSION:
             raise newer(f"store {backend.location} has version {head.version}")
         config = msgspec.json.decode(data, type=StoreConfig)
     except msgspec.MsgspecError as error:
-        raise CorruptData(f"{where}: {error}") from None
+        raise CorruptData(f"{where} is damaged: {error}", _COPY) from None
     if config.encryption not in ("", ENCRYPTED):
         raise newer(f"store {backend.location} is encrypted with {config.encryption}")
     return config

@@ -123,6 +123,8 @@ class PosixBackend:
 
     def make_folders(self, folders: Sequence[str]) -> None:
         """Create the root and ``folders`` in it, all 0700. Raises `UsageError` when the root holds something else."""
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"store {self.location} is a file", "name a folder; it is made if it is not there")
         if self.root.is_dir() and self.stat("config") is None:
             foreign = sorted({entry.name for entry in self.root.iterdir()} - set(folders))
             if foreign:

@@ -21,14 +21,14 @@ from typing import Any
 
 import structlog
 
-from moorage import rpc
+from moorage import listening, rpc
 from moorage.access import Gate
 from moorage.barrier import crl
 from moorage.barrier.client import EtcdClient
 from moorage.compat import NodeFingerprint, machine
 from moorage.compat.digests import Digests
 from moorage.config import WorkerConfig
-from moorage.errors import Conflict, EnvironmentLacking, MoorageError, UsageError
+from moorage.errors import Conflict, EnvironmentLacking, MoorageError
 from moorage.observe.calls import Calls
 from moorage.observe.notify import notify
 from moorage.observe.registry import make
@@ -143,7 +143,7 @@ class _Daemon:
         server = rpc.aio_server(Gate(config.tls, log_refused), Calls(registry))
         watch = Watch(config.metrics, config.tls, registry, lambda: self._trouble(registration))
         add_WorkerServicer_to_server(WorkerService(agent), server)
-        self._port = _bind(server, config)
+        self._port = listening.bind(server, config.listen, config.tls, "worker")
         local = LocalSocket(agent)
         stopping = asyncio.create_task(stop.wait())
         looking: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
@@ -212,16 +212,6 @@ def log_refused(attempt: Attempt) -> None:
         log.warning(
             "refused", caller=str(attempt.identity), method=attempt.method, peer=attempt.peer, why=attempt.reason
         )
-
-
-def _bind(server: Any, config: WorkerConfig) -> int:
-    try:
-        port = int(server.add_secure_port(config.listen, rpc.server_credentials(config.tls)))
-    except (RuntimeError, OSError) as error:
-        raise Conflict(f"cannot listen on {config.listen}: {error}", "is another worker running there?") from error
-    if not port:
-        raise UsageError(f"cannot listen on {config.listen}", "correct `listen` in the worker's settings")
-    return port
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> None:

@@ -62,6 +62,8 @@ _OPTIONS: list[tuple[str, str | int]] = [
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
 ]
+#: By default a second server may listen on the same port, and takes half of the first one's connections.
+_SERVER_OPTIONS = [*_OPTIONS, ("grpc.so_reuseport", 0)]
 
 
 def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
@@ -116,7 +118,7 @@ def aio_server(gate: Gate | None = None, *first: grpc.aio.ServerInterceptor) -> 
     ``gate`` decides who may call what; without one every certificate of the authority may call everything. ``first``:
     interceptors that see a call before all else.
     """
-    return grpc.aio.server(interceptors=[*first, _ServerInterceptor(gate)], options=_OPTIONS)
+    return grpc.aio.server(interceptors=[*first, _ServerInterceptor(gate)], options=_SERVER_OPTIONS)
 
 
 def about(job: str, owner: str) -> None:
