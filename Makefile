@@ -84,10 +84,11 @@ packages: setup ## a .deb and a tarball of CRIU, runc, etcd and nft for Debian 1
 	$(PY) tools/packages.py --into build/packages
 
 .PHONY: lint
-lint: $(STAMPS)/installed ## ruff and mypy
+lint: $(STAMPS)/installed ## ruff, mypy, and are the pages that are made from the code current?
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/docs.py --check
 
 .PHONY: format
 format: $(STAMPS)/installed ## let ruff format and sort imports

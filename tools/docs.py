@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write the pages of docs/ that are made from the code: exit codes and the command line's reference.
+"""Write the pages of docs/ that are made from the code: exit codes, errors, the command line's reference and others.
 
 ``tools/docs.py`` writes them, ``tools/docs.py --check`` says which are not current (exit code 1).
 """
@@ -112,9 +112,14 @@ def python_api() -> str:
     return api_reference.page()
 
 
-PAGES = {"exit-codes.md": exit_codes, "command-line.md": command_line, "compatibility.md": compatibility}
-#: Written with the others, and not asked for at every change: it follows each line that says something to a user.
-LAGGING = {"errors.md": errors, "python-api.md": python_api}
+PAGES = {
+    "exit-codes.md": exit_codes,
+    "command-line.md": command_line,
+    "compatibility.md": compatibility,
+    "errors.md": errors,
+}
+#: Written with the others, and not asked for at every change.
+LAGGING = {"python-api.md": python_api}
 
 
 def stale() -> list[str]:
@@ -125,7 +130,7 @@ def stale() -> list[str]:
 def main() -> None:
     if "--check" in sys.argv[1:]:
         if found := stale():
-            sys.exit(f"not current: {', '.join(found)}; run tools/docs.py")
+            sys.exit(f"not current: {', '.join(found)}; run `make docs`")
         return
     for name, make in (PAGES | LAGGING).items():
         (DOCS / name).write_text(make())
