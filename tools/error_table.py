@@ -144,9 +144,13 @@ def _assigned(scope: ast.AST, name: str) -> Iterator[ast.expr]:
                 elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
                     pairs = zip(target.elts, node.value.elts, strict=False)
                     yield from (value for one, value in pairs if isinstance(one, ast.Name) and one.id == name)
-        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and isinstance(node.target, ast.Name):
-            if node.target.id == name and node.value is not None:
-                yield node.value
+        elif (
+            isinstance(node, ast.AnnAssign | ast.NamedExpr)
+            and isinstance(node.target, ast.Name)
+            and node.target.id == name
+            and node.value is not None
+        ):
+            yield node.value
 
 
 def _kind(call: ast.Call, kinds: set[str]) -> str:
