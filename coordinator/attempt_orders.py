@@ -12,6 +12,7 @@ import structlog
 
 from moorage.barrier import clock
 from moorage.barrier.decision import Step, tally
+from moorage.coordinator import quiesce
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.machine.instructions import (
     AttemptOrder,
@@ -26,8 +27,10 @@ from moorage.coordinator.machine.instructions import (
     WriteManifest,
 )
 from moorage.coordinator.machine.state import AttemptState, Finding
-from moorage.coordinator.orders import Failure, all_pods, fence_of, on_pod, reported
-from moorage.errors import MoorageError, NotFound, Unavailable
+from moorage.coordinator.on_pods import Failure, all_pods, fence_of, on_pod
+from moorage.coordinator.orders import reported
+from moorage.coordinator.workers import NodeGone
+from moorage.errors import AttemptAborted, MoorageError, NotFound, Unavailable
 from moorage.records import AttemptStart, Vote
 from moorage.store import GlobalManifest
 from moorage.v1 import worker_pb2
@@ -116,6 +119,22 @@ async def _prepare(leader: Leader, job: Job, order: Prepare) -> ev.Event:
     return ev.Done(time=time.time(), of=order)
 
 
+async def freeze(leader: Leader, job: Job, order: Freeze) -> None:
+    """Stop NCCL at a consistent cut, then freeze every pod."""
+
+    async def work() -> ev.Event:
+        try:
+            await quiesce.close(leader, job, order.incarnation, max(0.1, _attempt(job).deadline - time.time()))
+        except AttemptAborted as error:
+            return ev.Failed(
+                time=time.time(), of=order, message=error.message, hint=error.hint, error_kind="AttemptAborted"
+            )
+        await _on_all(leader, job, order, "freeze")
+        return ev.Done(time=time.time(), of=order)
+
+    await reported(job, order, work())
+
+
 def _simple(name: str) -> Callable[[Leader, Job, AttemptOrder], Awaitable[None]]:
     async def carry_out(leader: Leader, job: Job, order: AttemptOrder) -> None:
         async def work() -> ev.Event:
@@ -166,8 +185,10 @@ async def observe(leader: Leader, job: Job, order: Observe) -> None:
 
 
 async def collect(leader: Leader, job: Job, order: Collect) -> None:
-    """Wait until every pod's manifest is in the store."""
+    """Wait until every pod's manifest is in the store; where the job runs on, have it whole again before."""
     start = _start(job)
+    if start.kind == "resume":
+        await _running_again(leader, job, order)
     async with aclosing(job.persistence.attempts.watch_votes(order.attempt, "persisted")) as changes:
         async for votes in changes:
             job.votes["persisted"] = sum(vote.ok for vote in votes.values())
@@ -180,6 +201,17 @@ async def collect(leader: Leader, job: Job, order: Collect) -> None:
             if result.verdict == "yes":
                 job.post(_persisted(order, votes))
                 return
+
+
+async def _running_again(leader: Leader, job: Job, order: Collect) -> None:
+    """NCCL is back in every pod. If not, the job cannot run on, and goes back to what is stored now."""
+    try:
+        await quiesce.open_again(leader, job, order.incarnation)
+    except Failure as failure:
+        reason = f"NCCL did not come back after the checkpoint: {failure.error}"
+        job.post(ev.PodFailed(time=time.time(), pod=failure.pod, incarnation=order.incarnation, reason=reason))
+    except NodeGone as gone:
+        job.post(ev.NodeLost(time=time.time(), node=gone.node))
 
 
 def _persisted(order: Collect, votes: dict[int, Vote]) -> ev.Persisted:
@@ -255,6 +287,7 @@ async def settle(leader: Leader, job: Job, order: Settle) -> None:
 
     async def work() -> ev.Event:
         await all_pods(one(pod) for pod in range(job.state.pods))
+        await quiesce.open_again(leader, job, order.incarnation)
         return ev.Done(time=time.time(), of=order)
 
     await reported(job, order, work())
@@ -263,7 +296,7 @@ async def settle(leader: Leader, job: Job, order: Settle) -> None:
 
 EXECUTORS: dict[type[Order], Callable[[Any, Any, Any], Awaitable[None]]] = {
     Prepare: prepare,
-    Freeze: _simple("freeze"),
+    Freeze: freeze,
     Seal: _simple("seal"),
     Capture: capture,
     Observe: observe,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from moorage import rpc
-from moorage.coordinator.orders import fence_of
+from moorage.coordinator.on_pods import fence_of
 from moorage.coordinator.workers import NodeGone
 from moorage.errors import Conflict, NotFound, Unavailable, UsageError
 from moorage.v1.worker_pb2 import ExecInput, ExecOutput, FilePart, PullPodRequest

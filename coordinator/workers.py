@@ -33,6 +33,7 @@ ORDERS = {
     "finish": ("FinishPod", 1800.0),
     "examine": ("ExaminePod", 300.0),
     "fit": ("CheckFit", 600.0),
+    "quiesce": ("QuiescePod", 10.0),
 }
 failpoints.declare(*(f"coordinator.order.{name}.{side}" for name in ORDERS for side in ("before", "after")))
 

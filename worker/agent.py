@@ -28,6 +28,7 @@ from moorage.worker import (
     pod_fence,
     pod_fingerprint,
     pod_guard,
+    pod_nccl,
     pod_record,
     pod_staging,
     pod_start,
@@ -285,6 +286,20 @@ class Agent:
         pod = await self._of(request.fence)
         await pod.order("resume", request.attempt, lambda: attempt.resume(pod, request))
         return worker_pb2.PodReply(status=pod.status())
+
+    async def quiesce(self, request: worker_pb2.QuiesceRequest) -> worker_pb2.QuiesceReply:
+        """One step of a consistent cut, beside the pod's orders: it does not wait for them.
+
+        Who leads is not confirmed for rounds: what a coordinator that was replaced says of its cut is out of date as
+        soon as another one has begun.
+        """
+        fence = request.fence
+        if request.step == "round":
+            pod_fence.admit(self._seen, epoch=fence.epoch, job=fence.job, incarnation=fence.incarnation)
+            pod = self.find(fence.job, fence.incarnation, fence.pod)
+        else:
+            pod = await self._of(fence)
+        return await pod_nccl.quiesce(pod, request)
 
     async def kill(self, request: worker_pb2.KillPodRequest) -> worker_pb2.PodReply:
         """End the pod of the fence's incarnation (``any_incarnation``: and all before it); never refused for being old.

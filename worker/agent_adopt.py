@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import structlog
 
 from moorage.errors import MoorageError, NotFound
-from moorage.worker import attempt, persist, pod_guard, pod_record, pod_staging, restore
+from moorage.worker import attempt, persist, pod_guard, pod_nccl, pod_record, pod_staging, restore
 from moorage.worker.agent_node import Node
 from moorage.worker.guard.messages import GuardStatus
 from moorage.worker.pod import Pod
@@ -97,6 +97,7 @@ async def _take_over(pod: Pod) -> None:
         # Thawed, so the outcome was known; what is left of it is to keep the capture or to drop it.
         record.phase = "captured"
     pod.save()
+    await pod_nccl.adopt(pod)
     _go_on(pod)
     pod.publish()
 

@@ -20,7 +20,7 @@ from moorage.barrier.decision import Step
 from moorage.errors import AttemptAborted, Conflict, DeviceFailed, Fenced, MoorageError, NotFound
 from moorage.records import Outcome, Vote
 from moorage.v1 import worker_pb2
-from moorage.worker import attempt_capture, hooks, persist, pod_end, pod_gpu, preflight_pod, transient
+from moorage.worker import attempt_capture, hooks, persist, pod_end, pod_gpu, pod_nccl, preflight_pod, transient
 from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
@@ -118,6 +118,7 @@ async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
         return timings
     pod.record.frozen_since = clock.now()
     seconds = max(1.0, (pod.record.deadline - clock.now()) * _QUIESCE_SHARE)
+    await timed(timings, "nccl", pod_nccl.part(pod))
     timings.update(await timed(timings, "gpu", pod_gpu.quiesce(pod, order.attempt, seconds)))
     async with step("worker.freeze.cgroup"):
         await timed(timings, "freeze", pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}")))
@@ -299,6 +300,7 @@ async def _run_on(pod: Pod, outcome: Outcome) -> None:
     async with step("worker.outcome.thaw"):
         await pod.ask(lambda guard: guard.thaw(f"attempt {outcome.attempt}: {outcome.kind}"))
     await _device_back(pod)
+    await pod_nccl.listen(pod)
     if record.frozen_since:
         record.pause_seconds = clock.now() - record.frozen_since
         record.frozen_since = 0.0

@@ -21,7 +21,7 @@ from moorage.errors import AttemptAborted, CorruptData, MoorageError
 from moorage.records import Vote
 from moorage.store import Content, PodManifest, Writer, WriteStats
 from moorage.store.manifests import image_kind
-from moorage.worker import attempt_layer, pod_fingerprint, pod_gpu, pod_staging, uploads
+from moorage.worker import attempt_layer, pod_fingerprint, pod_gpu, pod_nccl, pod_staging, uploads
 from moorage.worker.agent_failpoints import step
 from moorage.worker.attempt_capture import IMAGES, INDEX_FILE, JOURNAL
 from moorage.worker.gpu.messages import Answer
@@ -194,7 +194,7 @@ def _add_all(
         ranks=[msgspec.to_builtins(rank) for rank in staged.ranks],
         fingerprint=msgspec.to_builtins(pod_fingerprint.build(pod, _seen(staged))),
         bytes_by_kind={kind: counted.total for kind, counted in writer.by_kind.items()},
-        extra={"finished": staged.finished, "exit_code": record.exit_code},
+        extra={"finished": staged.finished, "exit_code": record.exit_code, **pod_nccl.saved(pod)},
     )
     return manifest, index, stats
 

@@ -28,6 +28,7 @@ from moorage.worker.agent_node import Node
 from moorage.worker.guard.client import GuardClient, guard_alive
 from moorage.worker.guard.messages import GuardConfig, GuardStatus
 from moorage.worker.layers import CaptureIndex, LayerCapture, PodLayers
+from moorage.worker.nccl.pod import PodProcesses
 from moorage.worker.network import MemberAddress, PodNetwork, PublishedPort
 from moorage.worker.pod_phase import GONE_PHASES, Change, follow
 from moorage.worker.pod_record import PodRecord
@@ -70,6 +71,7 @@ class Pod:
         self.guarding: asyncio.Task[None] | None = None  # listens to the guard, replaces it when it dies
         self.log = log.bind(job=record.job, pod=record.pod, incarnation=record.incarnation)
         self._orders: dict[tuple[str, int], asyncio.Task[Any]] = {}
+        self.nccl: PodProcesses | None = None  # see pod_nccl
         self.opened: Opened | None = None  # while the pod is brought up
         self._layers: PodLayers | None = None
         self._told = (0.0, 0)

@@ -7,7 +7,7 @@ import contextlib
 from pathlib import Path
 
 from moorage.errors import Conflict, MoorageError, NotFound, Unavailable
-from moorage.worker import journal, persist, pod_gpu, pod_guard, pod_record, pod_staging, pod_user
+from moorage.worker import journal, persist, pod_gpu, pod_guard, pod_nccl, pod_record, pod_staging, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.guard.client import GuardClient, guard_alive
 from moorage.worker.guard.messages import JOURNAL_FILE
@@ -47,6 +47,7 @@ async def end(pod: Pod, reason: str, *, failed: bool = False) -> None:
     if not pod.gone:
         pod.change(Change.BROKE if failed else Change.KILLED, reason)
     await pod_gpu.detach(pod)
+    await pod_nccl.detach(pod)
     await pod.dismiss_guard()
     if attempt:  # settled, or hopeless without this pod
         await persist.cancel(pod)
@@ -70,6 +71,7 @@ async def remove(pod: Pod) -> None:
     await persist.cancel(pod)
     await pod.disconnect()
     await pod_gpu.detach(pod)
+    await pod_nccl.detach(pod)
     async with step("worker.kill.layers"):
         await asyncio.to_thread(_remove_folder, pod)
 

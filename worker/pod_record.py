@@ -34,6 +34,15 @@ class StagedCapture(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankState] = []
 
 
+class SavedNccl(msgspec.Struct, frozen=True):
+    """What a manifest says of a pod's NCCL: processes (number, pid in the pod), creations that they took back, and the
+    libraries that the proxy stands over."""
+
+    processes: list[tuple[int, int]] = []
+    again: list[tuple[int, list[str]]] = []
+    files: list[str] = []
+
+
 class PodRecord(msgspec.Struct, kw_only=True):
     """The whole of what is written down. ``spec`` and ``membership`` are serialized messages.
 
@@ -66,6 +75,7 @@ class PodRecord(msgspec.Struct, kw_only=True):
     index_generation: int = -1  # of the store, when the layer index in the pod's folder was made; -1: there is none
     ranks: list[RankState] = []
     gpus: list[str] = []  # UUIDs of the GPUs that the pod has on this node, in its own order
+    nccl: SavedNccl = SavedNccl()  # its processes are those of the last capture
     gpu_mapping: dict[str, str] = {}  # which GPU took the place of which at the restore; empty: none moved
 
     def job_spec(self) -> JobSpec:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from moorage.errors import MoorageError
-from moorage.worker import hooks, pod_gpu, pod_guard, pod_user
+from moorage.worker import hooks, pod_gpu, pod_guard, pod_nccl, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.layers import PodLayers
 from moorage.worker.pod import Pod
@@ -29,6 +29,7 @@ async def start(pod: Pod) -> Timings:
         pod.opened = await asyncio.to_thread(pod_user.Opened, pod.spec, user)
         await pod_gpu.attach(pod)
         await all_ended(_root(pod, user), _network(pod, sealed=False))
+        await pod_nccl.listen(pod)
         timings["prepare"] = time.monotonic() - began
         pod.check_alive()
         async with step("worker.start.guard"):
@@ -71,6 +72,7 @@ def _lay_root(pod: Pod, user: pod_user.User) -> None:
     pod.layers = layers
     podinit.install(layers.upper, init_config(pod, user))
     pod_gpu.lay_proxy(pod, layers.upper)
+    pod_nccl.lay(pod, layers.upper)
     layers.mount(pod.opened.image if pod.opened else None)
     write_names(pod)
     hooks.lay(pod)
@@ -108,7 +110,7 @@ def init_config(pod: Pod, user: pod_user.User) -> podinit.InitConfig:
     return podinit.InitConfig(
         ranks=ranks,
         cwd=spec.working_directory or "/",
-        env={**user.environment(), **pod_gpu.environment(pod)},
+        env={**user.environment(), **pod_gpu.environment(pod), **pod_nccl.environment(pod)},
         uid=user.uid,
         gid=user.gid,
         groups=user.groups,
@@ -127,7 +129,7 @@ def write_bundle(pod: Pod, user: pod_user.User) -> None:
         for source, mount in zip(sources, spec.mounts, strict=True)
     ]
     gpu_binds, gpu_devices = pod_gpu.container(pod)
-    binds += gpu_binds
+    binds += [*gpu_binds, *pod_nccl.container(pod)]
     pod.node.runc_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = oci.PodConfig(
         root=layers.root,

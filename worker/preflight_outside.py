@@ -35,16 +35,19 @@ def look(
     seconds: float,
     *,
     with_broker: bool = False,
+    own_ends: frozenset[int] = frozenset(),
 ) -> list[Fact]:
     """All facts about a pod. ``init``: host pid of its pid 1; ``unix_peers``: what `read_unix_peers` gave inside its
     network; ``seconds``: how long a checkpoint may keep it standing; ``with_broker``: its GPU
-    processes speak to the node's broker over sockets of packets, which are no tie."""
+    processes speak to the node's broker over sockets of packets, which are no tie. ``own_ends``: inode numbers of
+        the worker's ends of connections that are let go of before a capture."""
     processes, pids = list(processes), list(host_pids)
     facts = list(_strangers(pids, init))
     strangers = {int(fact.target) for fact in facts}
     own = [process for process in processes if process.host_pid not in strangers]
     facts += [fact for process in own for fact in _of_process(process, init)]
     facts += _zombies(pids)
+    unix_peers = {inode: peer for inode, peer in unix_peers.items() if peer not in own_ends}
     shared, outside = _outside(own, frozenset(pids), init, unix_peers)
     facts += [
         fact

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
-from moorage.worker import inventory, pod_gpu, pod_staging, preflight_outside
+from moorage.worker import inventory, pod_gpu, pod_nccl, pod_staging, preflight_outside
 from moorage.worker.network import namespace
 from moorage.worker.pod import Pod
 from moorage.worker.preflight import Objection, Process, examine, exec_sessions, space
@@ -35,7 +35,7 @@ async def look(pod: Pod, seconds: float = STANDING_SECONDS) -> Found:
     """
     objections, on_gpu = await pod_gpu.look(pod)
     found = await asyncio.to_thread(_look, pod, on_gpu, seconds)
-    found.objections[:0] = objections
+    found.objections[:0] = [*objections, *await pod_nccl.look(pod)]
     pod.bytes_needed = found.bytes_needed
     return found
 
@@ -44,7 +44,9 @@ def _ties(pod: Pod, processes: list[Process], pids: list[int], seconds: float) -
     init = pod.guard_state.init_pid if pod.guard_state else 0
     peers = namespace.run_in(pod.network.netns_path, preflight_outside.read_unix_peers)
     # The proxy of the GPU driver speaks to the broker, and lets go of it when it is told that a checkpoint begins.
-    return preflight_outside.look(processes, pids, init, peers, seconds, with_broker=pod_gpu.has(pod))
+    return preflight_outside.look(
+        processes, pids, init, peers, seconds, with_broker=pod_gpu.has(pod), own_ends=pod_nccl.ends(pod)
+    )
 
 
 def _look(pod: Pod, on_gpu: frozenset[int], seconds: float) -> Found:

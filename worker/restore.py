@@ -17,6 +17,7 @@ from moorage.worker import (
     journal,
     pod_gpu,
     pod_guard,
+    pod_nccl,
     pod_staging,
     pod_start,
     pod_user,
@@ -49,6 +50,7 @@ async def restore(pod: Pod) -> Timings:
     try:
         manifest = await asyncio.to_thread(pod.node.store.read_pod_manifest, pod.record.manifest)
         _check(pod, manifest)
+        pod_nccl.come_back(pod, manifest.extra)
         async with step("worker.restore.verify"):
             checkpoint = f"{manifest.job}-{manifest.attempt:04d}"
             await timed(timings, "verify", asyncio.to_thread(fit.verify, pod.node, manifest, checkpoint))
@@ -216,6 +218,7 @@ async def release(pod: Pod) -> Timings:
     async with step("worker.release.thaw"):
         await timed(timings, "thaw", pod.ask(lambda guard: guard.thaw("released after the restore")))
     timings.update(await pod_gpu.bring_back(pod, _GPU_SECONDS, pod.record.gpu_mapping))
+    await pod_nccl.listen(pod)
     if not pod.gone:
         pod.change(Change.RELEASED)
     return timings

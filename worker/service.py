@@ -128,6 +128,10 @@ class WorkerService(WorkerServicer):
         _bind(request.fence)
         return await self._agent.examine(request)
 
+    async def QuiescePod(self, request: worker_pb2.QuiesceRequest, context: Any) -> worker_pb2.QuiesceReply:
+        _bind(request.fence)
+        return await self._agent.quiesce(request)
+
     async def CheckFit(self, request: worker_pb2.FitRequest, context: Any) -> worker_pb2.FitReply:
         return await self._agent.fit(request)
 

@@ -82,6 +82,7 @@ _COORDINATOR: Final[dict[str, Rule]] = {
 _WORKER: Final[tuple[str, ...]] = (
     "StartPod", "RestorePod", "ReleasePod", "KillPod", "PreparePod", "FreezePod", "SealPod", "CapturePod", "ResumePod",
     "FinishPod", "WatchPods", "ReadLogs", "Exec", "Pull", "Describe", "ExaminePod", "CheckFit",
+    "QuiescePod",
 )  # fmt: skip
 
 #: By full name of the method.

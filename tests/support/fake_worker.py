@@ -421,6 +421,9 @@ class FakeNode(WorkerServicer):
         await self._order("examine", request.fence)
         return worker_pb2.ExamineReply(refusals=self.refusals)
 
+    async def QuiescePod(self, request: worker_pb2.QuiesceRequest, context: Any) -> worker_pb2.QuiesceReply:
+        return worker_pb2.QuiesceReply()
+
     async def CheckFit(self, request: worker_pb2.FitRequest, context: Any) -> worker_pb2.FitReply:
         return worker_pb2.FitReply()
 

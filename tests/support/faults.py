@@ -30,6 +30,15 @@ NOT_REACHED: dict[str, str] = (
         for side in ("before", "after")
     }
     | {
+        f"{step}.{side}": "the lanes' job has no communicators; tests/multinode/test_nccl.py kills it there"
+        for step in (
+            *(f"coordinator.quiesce.{step}" for step in ("cut", "destroy", "rebuild", "open")),
+            *(f"worker.nccl.{step}" for step in ("destroy", "part", "ids", "rebuild")),
+            "coordinator.order.quiesce",
+        )
+        for side in ("before", "after")
+    }
+    | {
         f"coordinator.accept.{side}": "an etcd from a backup: tests/unit/test_restored.py has the decision"
         for side in ("before", "after")
     }

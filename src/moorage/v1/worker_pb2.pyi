@@ -841,3 +841,109 @@ class FitReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FitReply: _TypeAlias = FitReply  # noqa: Y015
+
+@_typing.final
+class QuiesceRequest(_message.Message):
+    """What is in the bodies: moorage.nccl_quiesce (model, control), as msgpack, by the number of the process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OrdersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FENCE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    ORDERS_FIELD_NUMBER: _builtins.int
+    step: _builtins.str
+    """look, round, destroy, ids, rebuild"""
+    seconds: _builtins.float
+    """how long the processes may take"""
+    @_builtins.property
+    def fence(self) -> Global___Fence: ...
+    @_builtins.property
+    def orders(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
+        """look: none"""
+
+    def __init__(
+        self,
+        *,
+        fence: Global___Fence | None = ...,
+        step: _builtins.str = ...,
+        seconds: _builtins.float = ...,
+        orders: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "orders", b"orders", "seconds", b"seconds", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuiesceRequest: _TypeAlias = QuiesceRequest  # noqa: Y015
+
+@_typing.final
+class QuiesceReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class AnswersEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    PARTED_FIELD_NUMBER: _builtins.int
+    parted: _builtins.bool
+    """look: the processes were let go of for the capture, so all of this is done"""
+    @_builtins.property
+    def status(self) -> _types_pb2.PodStatus: ...
+    @_builtins.property
+    def answers(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
+        """a process that calls a round out of date, or is silent in it, gives none"""
+
+    def __init__(
+        self,
+        *,
+        status: _types_pb2.PodStatus | None = ...,
+        answers: _abc.Mapping[_builtins.int, _builtins.bytes] | None = ...,
+        parted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answers", b"answers", "parted", b"parted", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuiesceReply: _TypeAlias = QuiesceReply  # noqa: Y015

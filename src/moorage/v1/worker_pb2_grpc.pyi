@@ -69,6 +69,10 @@ class WorkerStub:
     """Look at a living pod without touching it: what cannot be saved, and what a restore elsewhere would need."""
     CheckFit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FitRequest, _worker_pb2.FitReply]
     """has this node all that a pod needs?"""
+    QuiescePod: _grpc.UnaryUnaryMultiCallable[_worker_pb2.QuiesceRequest, _worker_pb2.QuiesceReply]
+    """One step of the consistent cut on the pod's processes that use NCCL. Beside the pod's other orders, and written
+    down nowhere: a step that was lost is asked for again.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -108,6 +112,10 @@ class WorkerAsyncStub(WorkerStub):
     """Look at a living pod without touching it: what cannot be saved, and what a restore elsewhere would need."""
     CheckFit: _aio.UnaryUnaryMultiCallable[_worker_pb2.FitRequest, _worker_pb2.FitReply]  # type: ignore[assignment]
     """has this node all that a pod needs?"""
+    QuiescePod: _aio.UnaryUnaryMultiCallable[_worker_pb2.QuiesceRequest, _worker_pb2.QuiesceReply]  # type: ignore[assignment]
+    """One step of the consistent cut on the pod's processes that use NCCL. Beside the pod's other orders, and written
+    down nowhere: a step that was lost is asked for again.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -246,5 +254,15 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.FitReply, _abc.Awaitable[_worker_pb2.FitReply]]:
         """has this node all that a pod needs?"""
+
+    @_abc_1.abstractmethod
+    def QuiescePod(
+        self,
+        request: _worker_pb2.QuiesceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.QuiesceReply, _abc.Awaitable[_worker_pb2.QuiesceReply]]:
+        """One step of the consistent cut on the pod's processes that use NCCL. Beside the pod's other orders, and written
+        down nowhere: a step that was lost is asked for again.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,98 @@
+"""What the coordinator asks of the processes of a pod beside the rounds of the cut, and what they say. Plain data.
+
+It travels as msgpack inside of the worker's RPC `QuiescePod`; towards the process the worker speaks `wire`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from moorage.errors import CorruptData
+from moorage.nccl_quiesce.model import Snapshot
+
+T = TypeVar("T")
+
+#: A job that has communicators although it asks for no GPUs says so by this variable in its environment.
+VARIABLE = "MOORAGE_NCCL"
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process of a pod that has loaded NCCL.
+
+    ``number``: its own for its life, over checkpoints and restores. ``pid``: in the pod. ``rank``: the world rank of
+    its environment, -1 if it has none. ``closed``: its gate is. ``torn``: it has no communicator any more, and waits
+    for new ones. ``again``: creations that it took back when it let go of them. ``report``: as of now, with the cut
+    and round that it has heard of last.
+    """
+
+    number: int
+    pid: int
+    name: str
+    rank: int
+    closed: bool
+    torn: bool
+    report: Snapshot
+    again: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"process {self.pid} ({self.name})"
+
+
+class Destroy(msgspec.Struct, frozen=True):
+    """After cut ``attempt``: let go of all communicators, undo the creations ``again``. ``own``: those of ``again``
+    that this process had begun. ``widowed``: communicators that are not made anew."""
+
+    attempt: int
+    again: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    widowed: tuple[str, ...] = ()
+
+
+class Names(msgspec.Struct, frozen=True):
+    """Communicators for which this process makes fresh ids; the answer is `Ids`."""
+
+    names: tuple[str, ...]
+
+
+class Ids(msgspec.Struct, frozen=True):
+    """Unique ids by the name of the communicator."""
+
+    ids: tuple[tuple[str, bytes], ...] = ()
+
+
+class Make(msgspec.Struct, frozen=True):
+    """Make these communicators, in this order; of others it has no member. ``again``: fresh ids for creations."""
+
+    attempt: int
+    communicators: tuple[tuple[str, bytes], ...] = ()
+    again: tuple[tuple[str, bytes], ...] = ()
+
+
+class Done(msgspec.Struct, frozen=True):
+    """It was done."""
+
+
+def encode(value: Any) -> bytes:
+    """As it travels."""
+    return msgspec.msgpack.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The reverse. Raises `CorruptData`."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise CorruptData(f"this is no {kind.__name__} of the consistent cut: {error}") from None
+
+
+def has_communicators(*, ranks: int, gpus_per_pod: int, env: Mapping[str, str]) -> bool:
+    """Whether a job can have NCCL communicators that a checkpoint must look after.
+
+    One rank with one GPU has no partner. ``env``: what the job's owner gave.
+    """
+    if env.get(VARIABLE, "") not in ("", "0"):
+        return True
+    return gpus_per_pod > 1 or (gpus_per_pod == 1 and ranks > 1)

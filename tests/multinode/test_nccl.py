@@ -1,0 +1,124 @@
+"""A job with communicators on two nodes: caught with unequal counters, saved, restored elsewhere, killed in the middle.
+
+The ranks use the NCCL stand-in (tests/support/nccl_stub.py), whose operations really wait for all partners: a wrong cut
+hangs the job or ends it with code 3.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moorage.errors import AttemptAborted, MoorageError
+from tests.programs.nccl_ranks import expected_digest
+from tests.support.cluster import DevCluster
+
+_PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "nccl_ranks.py"
+_PODS, _PER_POD = 2, 2
+_WORLD = _PODS * _PER_POD
+_SECONDS = 90.0
+
+COORDINATOR = [
+    f"coordinator.{step}.{side}"
+    for step in ("quiesce.cut", "quiesce.destroy", "quiesce.rebuild", "quiesce.open", "order.quiesce")
+    for side in ("before", "after")
+]
+WORKERS = [
+    f"worker.nccl.{step}.{side}" for step in ("destroy", "part", "ids", "rebuild") for side in ("before", "after")
+]
+
+
+class Ranks:
+    """The job, and what its ranks have written outside of what is checkpointed."""
+
+    def __init__(self, cluster: DevCluster) -> None:
+        self.live, work = cluster.folder / "live", cluster.folder / "work"
+        self.live.mkdir()
+        work.mkdir()
+        self.job = cluster.client().run(
+            [sys.executable, "-u", str(_PROGRAM), "--live", str(self.live)],
+            pods=_PODS,
+            ranks_per_pod=_PER_POD,
+            rendezvous=True,
+            env={"MOORAGE_NCCL": "1"},
+            working_directory=str(work),
+            mounts=[f"{self.live}:{self.live}"],
+            attempt_deadline=14.0,
+        )
+
+    def lines(self, rank: int) -> list[list[str]]:
+        path = self.live / f"witness-{rank}"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def moves(self, more: int = 3) -> None:
+        """Every rank makes some steps more."""
+        wanted = [len(self.lines(rank)) + more for rank in range(_WORLD)]
+        self.until(lambda: all(len(self.lines(rank)) >= least for rank, least in enumerate(wanted)))
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _SECONDS
+        while not reached():
+            assert time.monotonic() < deadline, [event.sentence for event in self.job.events()]
+            time.sleep(0.03)
+
+    def end(self) -> None:
+        """It ends in some steps, with the digests of a job that nobody has disturbed, each by the first process."""
+        last = max(int(line[0]) for rank in range(_WORLD) for line in self.lines(rank)) + 40
+        (self.live / "until.new").write_text(str(last))
+        (self.live / "until.new").rename(self.live / "until")
+        info = self.job.wait(timeout=_SECONDS)
+        assert (info.phase, info.exit_code) == ("finished", 0), [event.sentence for event in self.job.events()]
+        for rank in range(_WORLD):
+            text = b"".join(piece.data for piece in self.job.logs(rank=rank)).decode()
+            fields = dict(field.split("=") for field in text.split()[1:])
+            assert fields["digest"] == expected_digest(_WORLD, last, rank)
+            assert {line[1] for line in self.lines(rank)} == {fields["nonce"]}
+
+
+@pytest.mark.root
+@pytest.mark.early
+def test_a_job_with_communicators_is_saved_moved_and_survives_every_death() -> None:
+    with DevCluster(nodes=3, lease_seconds=60) as cluster:
+        ranks = Ranks(cluster)
+        ranks.moves(3)
+
+        # It runs on after a checkpoint, and comes back from it in fresh pods.
+        first = ranks.job.checkpoint()
+        ranks.moves()
+        ranks.job.restore(checkpoint=first.id)
+        ranks.moves()
+        ranks.job.move(to=["node-3", "node-3"])
+        ranks.moves()
+
+        # A rank that does nothing keeps the others from a cut: who owes what is said, and the job runs on.
+        stall = ranks.live / "stall-1"
+        stall.touch()
+        time.sleep(0.5)
+        with pytest.raises(AttemptAborted) as aborted:
+            ranks.job.checkpoint()
+        assert "rank 1 is behind on communicator id-" in str(aborted.value), aborted.value
+        assert " collectives" in str(aborted.value)
+        stall.unlink()
+        ranks.moves()
+
+        # Whoever dies wherever: the same processes run on.
+        incarnation = ranks.job.status().incarnation
+        for role, names in (("coordinator", COORDINATOR), ("", WORKERS)):
+            for name in names:
+                cluster.arm(name, role=role)
+            for _ in range(6):
+                try:
+                    ranks.job.checkpoint()
+                except MoorageError as error:
+                    print("no checkpoint:", error)
+                ranks.moves()
+                if not cluster.armed():
+                    break
+            assert not cluster.armed(), cluster.armed()
+        ranks.job.checkpoint()
+        assert ranks.job.status().incarnation == incarnation, [event.sentence for event in ranks.job.events()]
+        ranks.end()

@@ -1,0 +1,203 @@
+"""The worker's side of a cut, with real processes whose operations really wait for each other (the NCCL stand-in)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from moorage.barrier import clock
+from moorage.errors import Unavailable
+from moorage.nccl_quiesce import control, driver, rebuild
+from moorage.nccl_quiesce.cut import Cut, Settings
+from moorage.nccl_quiesce.model import Abort, Accept, Order, Snapshot
+from moorage.nccl_quiesce.rounds import Pace, Rounds
+from moorage.worker.nccl.pod import PodProcesses
+from tests.programs.nccl_ranks import expected_digest, groups
+
+_PROGRAM = Path(__file__).resolve().parents[1] / "programs" / "nccl_ranks.py"
+_WORLD = 3
+_SECONDS = 30.0
+
+
+class Cutter(Cut):
+    picture = rebuild.Survivors
+
+
+class Fleet:
+    """What the coordinator does, on one pod and without a network."""
+
+    def __init__(self, pod: PodProcesses) -> None:
+        self.pod = pod
+        self.known: dict[int, control.Process] = {}
+
+    async def look(self) -> None:
+        await self.pod.back(_SECONDS, _pids)
+        self.known = await self.pod.look()
+        self.by_rank = {process.rank: number for number, process in self.known.items()}
+
+    async def exchange(self, rank: int, order: Order) -> Snapshot | None:
+        number = self.by_rank[rank]
+        answers = await self.pod.round({number: control.encode(order)}, 5.0)
+        if number not in answers:
+            return None
+        return msgspec.structs.replace(control.decode(answers[number], Snapshot), rank=rank)
+
+    async def step(self, name: str, orders: Mapping[int, Any]) -> dict[int, bytes]:
+        return await self.pod.step(name, {n: control.encode(order) for n, order in orders.items()}, _SECONDS)
+
+    def rounds(self, seconds: float) -> Rounds:
+        newest = max(process.report.attempt for process in self.known.values())
+        cut = Cutter(Settings(deadline=seconds), seed=newest)
+        return Rounds(self.by_rank, attempt=newest + 1, cut=cut, pace=Pace(again=1.0))
+
+    async def cut(self, seconds: float = _SECONDS) -> Accept | Abort:
+        await self.look()
+        rounds = self.rounds(seconds)
+        result = await driver.run(rounds, self, now=clock.now)
+        if isinstance(result, Accept):
+            await self.look()
+            await self.step("destroy", rebuild.parts(result.plan, rounds.attempt, self.known))
+        return result
+
+    async def make(self) -> rebuild.Rebuild:
+        """Make all anew, gates stay closed."""
+        await self.look()
+        plan = rebuild.plan(self.known)
+        assert plan is not None
+        await self.step("destroy", plan.destroy(self.known))
+        made = await self.step("ids", plan.names())
+        ids = {name: uid for body in made.values() for name, uid in control.decode(body, control.Ids).ids}
+        await self.step("rebuild", plan.make(ids))
+        return plan
+
+    async def open(self) -> None:
+        await self.look()
+        await driver.release(self.rounds(_SECONDS), self, now=clock.now)
+
+
+async def _pids() -> set[int]:
+    return {int(name) for name in await asyncio.to_thread(os.listdir, "/proc") if name.isdigit()}
+
+
+@contextmanager
+def ranks(folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    started = []
+    for rank in range(_WORLD):
+        extra = {"RANK": str(rank), "WORLD_SIZE": str(_WORLD), "MASTER_ADDR": "127.0.0.1"}
+        env = os.environ | extra | {"MOORAGE_NCCL_SOCKET": str(folder / "sock")}
+        command = [sys.executable, str(_PROGRAM), "--live", str(folder)]
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+async def steps(folder: Path, more: int) -> int:
+    """Wait until every rank has made some steps more; how many the foremost has made."""
+
+    def counts() -> list[int]:
+        paths = [folder / f"witness-{rank}" for rank in range(_WORLD)]
+        return [len(path.read_text().splitlines()) if path.exists() else 0 for path in paths]
+
+    wanted = [count + more for count in counts()]
+    async with asyncio.timeout(_SECONDS):
+        while any(count < least for count, least in zip(counts(), wanted, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return max(counts())
+
+
+def test_cut_torn_down_let_go_of_made_anew_and_right_in_the_end(tmp_path: Path) -> None:
+    async def main() -> list[str]:
+        pod = PodProcesses(tmp_path / "sock", 7, "the pod")
+        await pod.listen()
+        fleet = Fleet(pod)
+        with ranks(tmp_path) as processes:
+            await steps(tmp_path, 5)
+            # A cut after which all goes on as it was made: torn down, let go of, back, made anew.
+            for _ in range(3):
+                found = await fleet.cut()
+                assert isinstance(found, Accept) and len(found.plan.rebuild) == len(groups(_WORLD))
+                assert all(process.closed and not process.report.undrained for process in fleet.known.values())
+                # Whoever asks again, it is done already; an order to let go may be repeated as well.
+                assert isinstance(await fleet.cut(), Accept)
+                await pod.part()
+                await pod.part()
+                assert not pod.ends()
+                await pod.listen()
+                plan = await fleet.make()
+                assert plan.order == found.plan.rebuild
+                # Broken off before the gates opened, and begun again.
+                await fleet.look()
+                assert rebuild.plan(fleet.known) is None
+                await fleet.open()
+                await steps(tmp_path, 3)
+            # One rank does nothing: it is named with what it owes, and all runs on.
+            (tmp_path / "stall-1").touch()
+            found = await fleet.cut(1.5)
+            for _ in range(20):
+                if isinstance(found, Abort) and found.behind:
+                    break
+                if isinstance(found, Accept):
+                    await fleet.make()
+                    await fleet.open()
+                await asyncio.sleep(0.1)
+                found = await fleet.cut(1.5)
+            assert isinstance(found, Abort)
+            short = found.behind[0]
+            assert short.rank == 1 and short.count < short.need
+            assert f"rank 1 is behind on communicator {short.lane.communicator}" in found.reason
+            assert f"{short.count} of {short.need} collectives" in found.reason
+            (tmp_path / "stall-1").unlink()
+            # A worker that has just come knows nobody until they are back.
+            await pod.close()
+            pod.expected = dict(pod.known()[0])
+            pod.processes.clear()
+            await pod.listen()
+            assert isinstance(await fleet.cut(), Accept)
+            await fleet.make()
+            await fleet.open()
+            last = await steps(tmp_path, 1) + 30
+            (tmp_path / "until.new").write_text(str(last))
+            (tmp_path / "until.new").rename(tmp_path / "until")
+            outputs = [await asyncio.to_thread(process.communicate) for process in processes]
+            await pod.close()
+            return [f"{last} {output[0]}" for output in outputs]
+
+    for rank, text in enumerate(asyncio.run(main())):
+        last, *rest = text.split()
+        fields = dict(field.split("=") for field in rest[1:])
+        assert fields["steps"] == last and fields["digest"] == expected_digest(_WORLD, int(last), rank)
+
+
+def test_who_does_not_come_back_is_named_and_who_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    async def main() -> None:
+        pod = PodProcesses(tmp_path / "sock", 1, "pod 0 of job j1")
+        pod.expected = {5: 17, 6: 18}
+
+        async def one_is_there() -> set[int]:
+            return {17}
+
+        with pytest.raises(Unavailable, match="processes 17 are not back"):
+            await pod.back(0.1, one_is_there)
+
+        async def nobody_is_there() -> set[int]:
+            return set()
+
+        await pod.back(1.0, nobody_is_there)
+        assert pod.expected == {}
+
+    asyncio.run(main())

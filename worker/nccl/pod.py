@@ -1,0 +1,228 @@
+"""All processes of one pod that use NCCL: who is there, and one step of a cut on all of them.
+
+Invariants:
+
+* while the pod is let go of (`part`, until `listen`), no process has a connection, and none gets one;
+* a process that comes while gates are closed has its own closed before anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from moorage.barrier import clock
+from moorage.errors import CorruptData, MoorageError, NotFound, Unavailable, UsageError
+from moorage.nccl_quiesce import control, wire
+from moorage.nccl_quiesce.model import Order
+from moorage.worker.nccl.link import Link
+from moorage.worker.nccl.process import NcclProcess
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+_HELLO_SECONDS = 10.0
+
+
+class PodProcesses:
+    """``socket``: where the processes connect, in the pod's own folder. ``expected``: who must come back.
+
+    ``on_new``: called when a process has come that was not known.
+    """
+
+    def __init__(self, socket: Path, incarnation: int, label: str, on_new: Callable[[], None] = lambda: None) -> None:
+        self.processes: dict[int, NcclProcess] = {}
+        self.expected: dict[int, int] = {}  #: number to pid in the pod
+        self.again: dict[int, tuple[str, ...]] = {}  #: of those that are not back yet
+        self.runs = asyncio.Event()  #: not let go of
+        self._socket, self._incarnation, self.label = socket, incarnation, label
+        self._on_new = on_new
+        self._server: asyncio.Server | None = None
+        self._links: set[Link] = set()
+        self._changed = asyncio.Condition()
+        self._cut = 0  #: the cut that gates are closed for; 0: none
+
+    # -- connections
+
+    async def listen(self) -> None:
+        """Bind the socket anew: processes that were let go of come back. Does nothing while it is bound."""
+        if self._server is None:
+            self._socket.unlink(missing_ok=True)
+            self._server = await asyncio.start_unix_server(self._accept, self._socket, backlog=1024)
+            self._socket.chmod(0o666)  # the pod's processes may be any user's; nobody else sees the folder
+        self.runs.set()
+
+    async def close(self) -> None:
+        """End all connections and the socket."""
+        self.runs.clear()
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        self._socket.unlink(missing_ok=True)
+        for link in list(self._links):
+            link.close()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        self._links.add(link)
+        try:
+            process = await self._greet(link)
+            async with self._changed:
+                self._changed.notify_all()
+            closing = asyncio.create_task(self._close_gate(process))
+            await link.run()
+            closing.cancel()
+        except (MoorageError, OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+            log.info("a process was not greeted", pod=self.label, pid=link.host_pid, error=str(error))
+        finally:
+            link.close()
+            self._links.discard(link)
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _greet(self, link: Link) -> NcclProcess:
+        hello = await asyncio.wait_for(link.receive(), _HELLO_SECONDS)
+        if not isinstance(hello, wire.Hello) or hello.version != wire.VERSION:
+            raise CorruptData("a process does not speak the language of this worker's NCCL proxy")
+        process = self.processes.get(hello.process)
+        if process is None:
+            process = self.processes[hello.process] = NcclProcess(link, hello)
+            process.again = self.again.pop(hello.process, ())
+            self._on_new()
+        else:
+            process.link.close()
+            process.connect(link, hello)
+        await link.welcome(wire.Welcome(self._incarnation, process.rank))
+        log.info("a process uses NCCL", pod=self.label, pid=process.pid, name=process.name, torn=process.torn)
+        return process
+
+    async def _close_gate(self, process: NcclProcess) -> None:
+        if self._cut and process.attempt < self._cut:
+            try:
+                await process.obey(Order(self._cut, 0, "cut"))
+            except MoorageError as error:
+                log.warning("a gate was not closed", pod=self.label, pid=process.pid, error=str(error))
+
+    def known(self) -> tuple[dict[int, int], dict[int, tuple[str, ...]]]:
+        """All that are there or expected: number and pid in the pod; the creations that some have taken back."""
+        pids = self.expected | {number: process.pid for number, process in self.processes.items()}
+        return pids, self.again | {number: process.again for number, process in self.processes.items()}
+
+    def ends(self) -> frozenset[int]:
+        """The inode numbers of the worker's ends of all connections."""
+        return frozenset(link.inode for link in self._links)
+
+    # -- who is there
+
+    async def back(self, seconds: float, alive: Callable[[], Awaitable[set[int]]]) -> None:
+        """Wait until all that are expected are connected, or gone. ``alive``: the pids in the pod that are there.
+
+        Raises `Unavailable`.
+        """
+        until = clock.now() + seconds
+        while missing := self._missing():
+            left = until - clock.now()
+            if left > 0:
+                async with self._changed:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), min(left, 1.0))
+            there = await alive()
+            for number in [number for number, pid in missing.items() if pid not in there]:
+                self.expected.pop(number, None)
+                self.processes.pop(number, None)
+            if left <= 0 and (missing := self._missing()):
+                names = ", ".join(map(str, missing.values()))
+                raise Unavailable(f"{self.label}: NCCL's processes {names} are not back after {seconds:g} s")
+
+    def _missing(self) -> dict[int, int]:
+        """Numbers and pids of those that should be connected and are not."""
+        for number, process in list(self.processes.items()):
+            if not process.connected and not process.alive() and number not in self.expected:
+                del self.processes[number]
+        known = {number: process.pid for number, process in self.processes.items() if not process.connected}
+        return known | {number: pid for number, pid in self.expected.items() if not self._is_there(number)}
+
+    def _is_there(self, number: int) -> bool:
+        process = self.processes.get(number)
+        return process is not None and process.connected
+
+    # -- steps
+
+    async def look(self) -> dict[int, control.Process]:
+        """All that are connected, as they are. Raises `Unavailable`, `DeviceFailed`."""
+        self.expected = {}
+        connected = [process for process in self.processes.values() if process.connected]
+        return {found.number: found for found in await asyncio.gather(*(process.look() for process in connected))}
+
+    async def round(self, orders: Mapping[int, bytes], seconds: float) -> dict[int, bytes]:
+        """One order of the cut to each. Who calls it out of date, or does not answer in time, is left out."""
+
+        async def one(number: int, body: bytes) -> bytes | None:
+            order = control.decode(body, Order)
+            self._cut = 0 if order.phase == "open" else max(self._cut, order.attempt)
+            process = self.processes.get(number)
+            if process is None:
+                return None
+            try:
+                report = await process.obey(order, seconds)
+            except Unavailable as error:
+                log.info("no report", pod=self.label, pid=process.pid, error=str(error))
+                return None
+            return None if report is None else control.encode(report)
+
+        answers = await asyncio.gather(*(one(number, body) for number, body in orders.items()))
+        return {number: body for number, body in zip(orders, answers, strict=True) if body is not None}
+
+    async def step(self, name: str, orders: Mapping[int, bytes], seconds: float) -> dict[int, bytes]:
+        """``destroy``, ``ids`` or ``rebuild`` on each of these. Raises what any process raises, when all have ended."""
+
+        async def one(number: int, body: bytes) -> bytes:
+            process = self.processes.get(number)
+            if process is None:
+                raise NotFound(f"{self.label} has no process {number} with NCCL")
+            match name:
+                case "destroy":
+                    await process.destroy(control.decode(body, control.Destroy), seconds)
+                case "ids":
+                    return control.encode(await process.ids(control.decode(body, control.Names), seconds))
+                case "rebuild":
+                    await process.rebuild(control.decode(body, control.Make), seconds)
+                case _:
+                    raise UsageError(f"the cut has no step {name!r}")
+            return control.encode(control.Done())
+
+        async def named(number: int, body: bytes) -> bytes:
+            try:
+                return await one(number, body)
+            except MoorageError as error:
+                process = self.processes.get(number)
+                raise type(error)(f"{process or number}: {error.message}", error.hint) from error
+
+        answers: list[Any] = await asyncio.gather(
+            *(named(number, body) for number, body in orders.items()), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return dict(zip(orders, answers, strict=True))
+
+    async def part(self) -> None:
+        """Let go of all processes for a capture. May be repeated. Raises `Unavailable`, `DeviceFailed`."""
+        self.runs.clear()
+        connected = {number: process for number, process in self.processes.items() if process.connected}
+        if connected:
+            self.expected = {number: process.pid for number, process in connected.items()}
+        await asyncio.gather(*(process.part() for process in connected.values()))
+        await self.close()
+        self._cut = 0
+
+    async def refusals(self) -> list[tuple[str, wire.Refusal]]:
+        """What cannot be carried over, each with its process. Raises `Unavailable`, `DeviceFailed`."""
+        connected = [process for process in self.processes.values() if process.connected]
+        found = await asyncio.gather(*(process.prepare() for process in connected))
+        return [(str(process), refusal) for process, some in zip(connected, found, strict=True) for refusal in some]

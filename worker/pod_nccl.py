@@ -1,0 +1,265 @@
+"""NCCL in one pod: the proxy over each library that the job could open, the socket, and the pod's part in a cut.
+
+Every function does nothing for a pod that can have no communicators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from moorage.errors import DeviceFailed, EnvironmentLacking, Unavailable
+from moorage.nccl_quiesce import control
+from moorage.v1 import worker_pb2
+from moorage.worker import pod_user
+from moorage.worker.agent_failpoints import step
+from moorage.worker.nccl import libraries
+from moorage.worker.nccl.pod import PodProcesses
+from moorage.worker.pod_environment import rank_environment
+from moorage.worker.pod_record import SavedNccl
+from moorage.worker.preflight import Objection
+from moorage.worker.sandbox import native, oci, podinit
+
+if TYPE_CHECKING:
+    from moorage.worker.pod import Pod
+
+#: Seen by the pod's processes: the socket, and the real libraries below it.
+FOLDER = "/.moorage-nccl"
+SOCKET_FILE = "nccl.sock"
+_COPIES = "nccl"
+_PHASES_STILL = ("frozen", "sealed", "captured")
+
+
+def has(pod: Pod) -> bool:
+    """Whether the pod can have communicators."""
+    spec = pod.spec
+    ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
+    return control.has_communicators(ranks=ranks, gpus_per_pod=spec.gpus_per_pod, env=spec.env)
+
+
+def _folder(pod: Pod) -> Path:
+    return pod.folder / "nccl"
+
+
+def processes(pod: Pod) -> PodProcesses:
+    """Those of the pod, with what an earlier worker knew of them."""
+    if pod.nccl is None:
+        pod.nccl = PodProcesses(
+            _folder(pod) / SOCKET_FILE, pod.record.incarnation, pod.label, on_new=lambda: _note(pod)
+        )
+        pod.nccl.expected = dict(pod.record.nccl.processes)
+        pod.nccl.again = {number: tuple(names) for number, names in pod.record.nccl.again}
+    return pod.nccl
+
+
+def _note(pod: Pod) -> None:
+    """Write down who is there: a worker that follows must not take a process that is not back yet for none."""
+    if pod.nccl is not None:
+        pids, again = pod.nccl.known()
+        taken = [(number, list(names)) for number, names in sorted(again.items()) if names]
+        pod.record.nccl = SavedNccl(sorted(pids.items()), taken, pod.record.nccl.files)
+        pod.save()
+
+
+# -- bringing the pod up
+
+
+def lay(pod: Pod, upper: Path) -> None:
+    """Find the job's libraries and put a copy of the proxy for each into the pod's upper layer.
+
+    Where this node has no proxy the job goes on without: then nothing is known of its communicators.
+    """
+    if not has(pod):
+        return
+    if (proxy := _proxy()) is None:
+        pod.log.warning("this node has no proxy for NCCL")
+        return
+    spec = pod.spec
+    environment = {**pod_user.resolve(spec).environment(), **rank_environment(spec, "", pod.record.pod, 0, "")}
+    root = Path(spec.image) if spec.image else Path("/")
+    found = libraries.find(pod_user.command_paths(spec), environment, root=root)
+    if found:
+        for place, path in enumerate(found):
+            copy = upper / podinit.FOLDER.lstrip("/") / _COPIES / str(place) / Path(path).name
+            copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # A copy each: the loader takes two paths to one inode for one library.
+            shutil.copyfile(proxy, copy)
+            copy.chmod(0o755)
+    pod.record.nccl = SavedNccl(files=found)
+    pod.log.info("NCCL", libraries=found)
+
+
+def _proxy() -> Path | None:
+    try:
+        return native.find(libraries.NAME, "intercept/nccl", variable="MOORAGE_LIBNCCL_PROXY")
+    except EnvironmentLacking:
+        return None
+
+
+def come_back(pod: Pod, extra: dict[str, Any]) -> None:
+    """Take over what the manifest says."""
+    if "nccl" in extra:
+        pod.record.nccl = msgspec.convert(extra["nccl"], SavedNccl)
+        pod.nccl = None
+
+
+def container(pod: Pod) -> list[oci.Bind]:
+    """Mounts of the pod's container: the folder, in it each real library, over each library its copy of the proxy."""
+    if not has(pod):
+        return []
+    folder = _folder(pod)
+    folder.mkdir(mode=0o755, exist_ok=True)
+    folder.chmod(0o755)
+    binds = [oci.Bind(source=folder, destination=FOLDER)]
+    root = Path(pod.spec.image) if pod.spec.image else Path("/")
+    for place, path in enumerate(pod.record.nccl.files):
+        below = path.lstrip("/")
+        target = folder / below
+        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        target.touch(0o644)
+        copy = pod.layers.root / podinit.FOLDER.lstrip("/") / _COPIES / str(place) / Path(path).name
+        binds.append(oci.Bind(source=root / below, destination=f"{FOLDER}/{below}", read_only=True))
+        binds.append(oci.Bind(source=copy, destination=path, read_only=True))
+    return binds
+
+
+def environment(pod: Pod) -> dict[str, str]:
+    """A host's identity that stays the same when the pod moves: NCCL remembers it for a process's life."""
+    return {"NCCL_HOSTID": f"moorage-{pod.record.job}-{pod.record.pod}"} if has(pod) else {}
+
+
+async def listen(pod: Pod) -> None:
+    """Let the pod's processes come (back). The pod runs, or is about to for the first time."""
+    if has(pod) and not pod.gone:
+        _folder(pod).mkdir(mode=0o755, exist_ok=True)
+        await processes(pod).listen()
+
+
+async def adopt(pod: Pod) -> None:
+    """The same for a worker that has found the pod: not while the pod stands still for a capture."""
+    if pod.record.phase not in (*_PHASES_STILL, "restored"):
+        await listen(pod)
+
+
+async def detach(pod: Pod) -> None:
+    """The pod is gone. Raises nothing."""
+    if pod.nccl is not None:
+        await pod.nccl.close()
+        pod.nccl = None
+
+
+# -- preflight
+
+
+def ends(pod: Pod) -> frozenset[int]:
+    """Inode numbers of the worker's ends of the connections with the pod's processes, which are no tie."""
+    return pod.nccl.ends() if pod.nccl is not None else frozenset()
+
+
+async def look(pod: Pod) -> list[Objection]:
+    """What of the pod's NCCL cannot be carried over a checkpoint."""
+    if not has(pod) or pod.gone or pod.record.phase in _PHASES_STILL:
+        return []
+    objections = await asyncio.to_thread(_strangers, pod)
+    try:
+        found = await processes(pod).refusals()
+    except (Unavailable, DeviceFailed) as error:
+        return [*objections, Objection("NCCL", error.message, error.hint or "try again", type(error).__name__)]
+    for process, refusal in found:
+        communicator = f", communicator {refusal.communicator}" if refusal.communicator else ""
+        objections.append(
+            Objection(f"{process}{communicator}, {refusal.api}", refusal.why, "do without it, or end it first")
+        )
+    return objections
+
+
+def _strangers(pod: Pod) -> list[Objection]:
+    """Processes with an NCCL that the proxy does not stand over."""
+    if _proxy() is None:
+        return []
+    covered = {*pod.record.nccl.files}
+    found: dict[tuple[int, str], None] = {}
+    for pid in pod.processes():
+        try:
+            maps = Path("/proc", str(pid), "maps").read_text(errors="replace")
+        except OSError:
+            continue
+        for line in maps.splitlines():
+            path = line.split(None, 5)[5:]
+            if path and "/libnccl.so" in path[0] and path[0] not in covered and not path[0].startswith(FOLDER):
+                found[pid, path[0]] = None
+    return [
+        Objection(
+            f"process {pid} uses {path}",
+            "this NCCL was not there when the job started, so nobody can stop it at a safe point",
+            "have it installed before the job starts, or name it in LD_LIBRARY_PATH",
+        )
+        for pid, path in found
+    ]
+
+
+# -- a checkpoint
+
+
+async def part(pod: Pod) -> None:
+    """Let go of the pod's processes, so that no connection is open when it is captured. Idempotent."""
+    if not has(pod) or pod.gone:
+        return
+    own = processes(pod)
+    async with step("worker.nccl.part"):
+        if own.runs.is_set():
+            await own.part()
+            _note(pod)
+
+
+def saved(pod: Pod) -> dict[str, Any]:
+    """What the manifest is to say."""
+    return {"nccl": msgspec.to_builtins(pod.record.nccl)} if has(pod) else {}
+
+
+async def quiesce(pod: Pod, request: worker_pb2.QuiesceRequest) -> worker_pb2.QuiesceReply:
+    """One step of the cut, as the coordinator asks. Raises `Unavailable`, `DeviceFailed`, `NotFound`."""
+    if not has(pod) or pod.gone:
+        return worker_pb2.QuiesceReply(status=pod.status())
+    own = processes(pod)
+    if request.step == "round":
+        return worker_pb2.QuiesceReply(answers=await own.round(request.orders, request.seconds))
+    if request.step in ("look", "back"):
+        if request.step == "look" and pod.record.phase in _PHASES_STILL:
+            return worker_pb2.QuiesceReply(status=pod.status(), parted=True)
+        await _runs(pod, own, request.seconds)
+        await own.back(request.seconds, lambda: asyncio.to_thread(_pids, pod))
+        answers = {number: control.encode(process) for number, process in (await own.look()).items()}
+        return worker_pb2.QuiesceReply(status=pod.status(), answers=answers)
+    async with step(f"worker.nccl.{request.step}"):
+        answers = await own.step(request.step, request.orders, request.seconds)
+        _note(pod)
+    return worker_pb2.QuiesceReply(status=pod.status(), answers=answers)
+
+
+async def _runs(pod: Pod, own: PodProcesses, seconds: float) -> None:
+    """Wait until the pod runs again after a capture, or is gone."""
+    waits = [asyncio.ensure_future(own.runs.wait()), asyncio.ensure_future(pod.over.wait())]
+    try:
+        done, _ = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    if not done:
+        raise Unavailable(f"{pod.label} does not run again: it is {pod.record.phase}")
+
+
+def _pids(pod: Pod) -> set[int]:
+    """The pids of the pod's processes as it numbers them itself."""
+    found = set()
+    for pid in pod.processes():
+        try:
+            status = Path("/proc", str(pid), "status").read_text()
+        except OSError:
+            continue
+        found.add(int(next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]))
+    return found
