@@ -81,7 +81,12 @@ def configure_logging() -> None:
 @contextlib.contextmanager
 def locked(state: Path) -> Any:
     """Hold the lock of the state folder (made, 0700, if absent). Raises `Conflict` if another worker holds it."""
-    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise EnvironmentLacking(
+            f"the state folder {state} cannot be made: {error.strerror}", "correct `state` in the worker's settings"
+        ) from None
     descriptor = os.open(state / "worker.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -229,6 +230,9 @@ def client_config(
             "no coordinator is named",
             "start a cluster here with `moorage dev up`, or set MOORAGE_COORDINATOR or `coordinator` in " + USER_FILE,
         )
+    for target in settings["coordinator"].split(","):
+        if target.strip() and not re.fullmatch(r".+:\d{1,5}", target.strip()):
+            raise UsageError(f"coordinator {target.strip()!r} is not HOST:PORT", "correct --coordinator or its setting")
     tls = [settings.get(f"tls.{part}", "") for part in ("ca", "cert", "key")]
     if missing := [part for part, value in zip(("ca", "cert", "key"), tls, strict=True) if not value]:
         raise UsageError(

@@ -27,6 +27,7 @@ both and exits with ``exit_code``; gRPC carries them in the trailing metadata ke
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 import msgspec
@@ -164,6 +165,20 @@ class Differs(MoorageError):
 
     exit_code = 217
     grpc_status = "ABORTED"
+
+
+def of_os_error(error: OSError) -> MoorageError:
+    """What the system said about a file that somebody named, as one line with a way out."""
+    said = f"{error.filename}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoCapacity(said, "make room there, or name another place")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return EnvironmentLacking(said, "name another place, or run this as a user who may")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return NotFound(said, "name another path")
+    if error.errno in (errno.EEXIST, errno.EISDIR, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP):
+        return UsageError(said, "name another path")
+    return MoorageError(said, "see that the file system is mounted and healthy")
 
 
 class WireError(msgspec.Struct, frozen=True):

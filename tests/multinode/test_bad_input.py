@@ -123,6 +123,9 @@ def nothing_runs(cluster: DevCluster, client: Client) -> None:
         (UsageError, "no/good", "run --name no/good -- true"),
         (UsageError, "--if-exists", "run --if-exists nonsense -- true"),
         (UsageError, "nonsense", "nonsense"),
+        (UsageError, "s3://x/y", "dev up --name never --store s3://x/y"),
+        (NotFound, "/proc/x", "dev up --name never --state /proc/x"),
+        (NotFound, "nobody", "delete -y nobody"),
         (UsageError, "--checkpoint-every", "torchrun --checkpoint-every soon train.py"),
     ],
 )

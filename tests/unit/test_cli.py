@@ -326,6 +326,26 @@ def test_pin_unpin_and_prune_change_only_what_they_are_asked_to(coordinator: Fak
     assert [request.dry_run for request in coordinator.asked("Prune")] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "line"),
+    [
+        (202, "/proc/nope", "certs create --authority /proc/nope"),
+        (201, "{file}", "certs create --authority {file}"),
+        (202, "{file}/x", "certs create --authority {file}/x"),
+        (201, "HOST:PORT", "--coordinator somewhere jobs"),
+        (201, "'b' is not", "--coordinator a:1,b jobs"),
+    ],
+)
+def test_a_path_or_address_that_cannot_be_is_said_in_a_line(
+    coordinator: FakeCoordinator, run: Run, tmp_path: Path, code: int, words: str, line: str
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    done = run(*line.format(file=file).split())
+    said, hint = done.err.splitlines()
+    assert done.code == code and words.format(file=file) in said and hint.startswith("  ")
+
+
 def test_deleting_asks_names_what_goes_and_deletes_by_id(coordinator: FakeCoordinator, run: Run) -> None:
     coordinator.state.add("old", "finished")
     coordinator.state.add("busy")

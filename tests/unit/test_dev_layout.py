@@ -153,7 +153,6 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_still_held_by_one_at_a_t
                 inside.append(number)
                 overlaps.extend(inside[1:])
                 inside.remove(number)
-                layout.remove_lock("name")  # last: from here on another may come in
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
     for thread in threads:
@@ -162,6 +161,17 @@ def test_a_lock_whose_file_was_removed_by_its_holder_is_still_held_by_one_at_a_t
         thread.join()
     assert overlaps == []
     assert list((tmp_path / "locks").iterdir()) == []
+
+
+def test_the_lock_of_a_cluster_that_is_there_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "RUN_FOLDER", tmp_path)
+    with layout.locked("there"):
+        (tmp_path / "there").symlink_to(tmp_path)
+    with pytest.raises(NotFound), layout.locked("never"):
+        raise NotFound("no such cluster")
+    with layout.locked(layout.MACHINE):
+        pass
+    assert {path.name for path in (tmp_path / "locks").iterdir()} == {"there", layout.MACHINE}
 
 
 def test_cluster_ids_are_short_and_stable() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 import typer.core
@@ -13,7 +13,7 @@ import typer.core
 from moorage import __version__
 from moorage.cli import certs, checkpoints, cluster, compat, fleet, jobs, launch, node, rehearse, store, top, torchrun
 from moorage.cli.options import config_file, global_flags
-from moorage.errors import MoorageError, UsageError
+from moorage.errors import MoorageError, UsageError, of_os_error
 
 #: Why a file or device takes no output.
 _NOT_WRITTEN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -131,6 +131,13 @@ def _open_closed() -> None:
                 os.close(null)
 
 
+def _end(error: MoorageError) -> NoReturn:
+    sys.stderr.write(f"moorage: {error.message}\n")
+    if error.hint:
+        sys.stderr.write(f"  {error.hint}\n")
+    sys.exit(error.exit_code)
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command and exit."""
     _open_closed()
@@ -140,10 +147,7 @@ def main(arguments: list[str] | None = None) -> Any:
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else 0)
     except MoorageError as error:
-        sys.stderr.write(f"moorage: {error.message}\n")
-        if error.hint:
-            sys.stderr.write(f"  {error.hint}\n")
-        sys.exit(error.exit_code)
+        _end(error)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except (BrokenPipeError, _ReaderGone):
@@ -151,7 +155,9 @@ def main(arguments: list[str] | None = None) -> Any:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except OSError as error:
-        if error.filename is not None or error.errno not in _NOT_WRITTEN:
+        if error.filename is not None:
+            _end(of_os_error(error))
+        if error.errno not in _NOT_WRITTEN:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.stderr.write(f"moorage: the output cannot be written: {error.strerror}\n")

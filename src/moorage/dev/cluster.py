@@ -81,6 +81,10 @@ def up(
         raise UsageError("a dev cluster has 1 to 7 etcd servers and coordinators")
     for program in ("etcd", "runc", "criu", "nft", "ip"):
         programs.find(program)
+    if store:
+        from moorage.store.config import backend_of  # not at import: the command must start fast
+
+        backend_of(store, store_settings)  # a location that is none is named before anything is made
     with layout.locked(name):
         cluster = _record(name, state, nodes, lease_seconds, use_rto_max, slots, default, etcd, coordinators)
         cluster.store = store
@@ -97,7 +101,8 @@ def up(
             progress("taking down what was started")
             kept = _remove(cluster, _quiet, keep_logs=True)
             if isinstance(error, MoorageError) and kept:
-                raise type(error)(error.message, f"the logs are kept in {kept}") from error
+                logs = f"the logs are kept in {kept}"
+                raise type(error)(error.message, f"{error.hint}; {logs}" if error.hint else logs) from error
             raise
     return cluster
 
@@ -226,10 +231,8 @@ def down(name: str = "dev", *, progress: Progress = _quiet) -> bool:
             cluster = layout.read(folder)
         except NotFound:
             (RUN_FOLDER / name).unlink(missing_ok=True)
-            layout.remove_lock(name)
             return False
         _remove(cluster, progress, keep_logs=False)
-        layout.remove_lock(name)
     return True
 
 

@@ -237,7 +237,10 @@ def _entries(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Hold a lock of this machine (``name``: a cluster's, or `MACHINE`); waits for it. Freed when the process dies."""
+    """Hold a lock of this machine (``name``: a cluster's, or `MACHINE`); waits for it. Freed when the process dies.
+
+    The lock of a cluster leaves no file when the cluster is not there in the end.
+    """
     path = _lock_path(name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     while True:
@@ -246,15 +249,14 @@ def locked(name: str) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # The one before may have removed the file: then somebody else may hold a lock on a new one.
             if os.fstat(descriptor).st_nlink:
-                yield
+                try:
+                    yield
+                finally:
+                    if name != MACHINE and name not in names():
+                        path.unlink(missing_ok=True)  # as the last thing under it: another may take it from here on
                 return
         finally:
             os.close(descriptor)
-
-
-def remove_lock(name: str) -> None:
-    """Remove the file of a lock that the caller holds, as the last thing under it: another may take it from here on."""
-    _lock_path(name).unlink(missing_ok=True)
 
 
 def _lock_path(name: str) -> Path:
