@@ -18,7 +18,8 @@ Written by `tools/what_is_saved.py` from what the tests found (`make what-is-sav
 the processes of a pod whole, or is refused before anything is touched. For each kind of state there is a program that
 draws a random number, holds that kind, looks at it all the time and says at the end whether it is as it was
 ([tests/programs/state](../tests/programs/state)). All of them run in one pod, which is moved to another node and back,
-and saved in between, at random instants ([tests/multinode/test_state.py](../tests/multinode/test_state.py)).
+and saved in between, at random instants; those that need another pod or the world as their other end run in two pods on
+two of three nodes, and move there too ([tests/multinode/test_state.py](../tests/multinode/test_state.py)).
 
 ## Saved
 
@@ -38,8 +39,6 @@ on. The messages are those that the tests got
 _TAIL = """
 ## Not saved, and not asked about
 
-* Datagrams of UDP that wait in a socket are dropped by a restore, as the network may drop them. On the pod that runs on
-  after its checkpoint they stay.
 * Connections to the world (`ext0`) stay on a pod that runs on and on one that is restored on its node; elsewhere they
   are reset at once ([network](network.md)).
 * The flags of a folder that is open lack `O_DIRECTORY` after a restore; the personality (`setarch`) of a process is the
@@ -48,15 +47,17 @@ _TAIL = """
 ## Seen at the last moment
 
 Some things cannot be read out of the kernel, but are gone as soon as the program looks: events of inotify, messages of
-netlink, connections that wait to be accepted, unix sockets' credentials in a queue. A pod that is frozen in such a
-moment runs on for milliseconds and is frozen again, for a second at most. If they stay, the checkpoint is refused with
-the name of the process, and the job runs on.
+netlink, connections over unix sockets that wait to be accepted with data in them, credentials in a unix socket's queue.
+A pod that is frozen in such a moment runs on for milliseconds and is frozen again, for a second at most. If they stay,
+the checkpoint is refused with the name of the process, and the job runs on.
 """
 
 
 def page(folder: Path) -> str:
     """The page's text. Raises `FileNotFoundError` when the tests have not run."""
-    programs = json.loads((folder / "programs.json").read_text())
+    programs = {}
+    for table in ("programs", "pods"):
+        programs |= json.loads((folder / f"{table}.json").read_text())
     refusals = json.loads((folder / "refusals.json").read_text())
     lines = [
         f"| `{name}` | {row['what']} | {row['result']}{': ' + row['note'] if row['note'] else ''} |"

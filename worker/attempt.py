@@ -20,7 +20,17 @@ from moorage.barrier.decision import Step
 from moorage.errors import AttemptAborted, Conflict, DeviceFailed, Fenced, MoorageError, NotFound
 from moorage.records import Outcome, Vote
 from moorage.v1 import worker_pb2
-from moorage.worker import attempt_capture, hooks, persist, pod_end, pod_gpu, pod_nccl, preflight_pod, transient
+from moorage.worker import (
+    attempt_capture,
+    backlog,
+    hooks,
+    persist,
+    pod_end,
+    pod_gpu,
+    pod_nccl,
+    preflight_pod,
+    transient,
+)
 from moorage.worker.agent_failpoints import step
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import ATTEMPT_PHASES, GONE_PHASES, Change, step_done
@@ -33,6 +43,8 @@ _DRAIN_SECONDS = 0.2
 _PERSIST_SECONDS = 20.0
 #: How long a pod may run on, between freezing and freezing, until it has read what cannot be saved from its queue.
 _READ_SECONDS = 1.0
+#: And so long until it has accepted connections: those can be saved, so this only spares the trouble.
+_ACCEPT_SECONDS = 0.05
 _RETRY_SECONDS = (0.1, 0.5, 2.0, 5.0)
 #: The part of an attempt's time that the GPU may take to come to rest.
 _QUIESCE_SHARE = 0.25
@@ -136,7 +148,8 @@ async def freeze(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:
 async def _let_read(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
     """Let the pod run on for moments while it holds what only waits to be read; the capture judges what stays."""
     end, pause = clock.now() + _READ_SECONDS, 0.001
-    while not pod.gone and (waits := await asyncio.to_thread(transient.unread, pod.processes())):
+    soon = clock.now() + _ACCEPT_SECONDS
+    while not pod.gone and (waits := await asyncio.to_thread(transient.unread, pod.processes(), clock.now() < soon)):
         if clock.now() >= end:
             pod.log.info("the pod does not read what waits", waits=waits)
             return
@@ -295,6 +308,8 @@ async def _run_on(pod: Pod, outcome: Outcome) -> None:
     if not pod.gone:
         async with step("worker.outcome.hooks"):
             await asyncio.to_thread(hooks.after_checkpoint, pod, outcome.attempt, outcome.kind)
+        async with step("worker.outcome.backlog"):
+            await asyncio.to_thread(backlog.put_back, pod)
     async with step("worker.outcome.unseal"):
         await asyncio.to_thread(pod.network.unseal)
     async with step("worker.outcome.thaw"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from moorage.errors import MoorageError
 from moorage.worker import (
     attempt_layer,
+    backlog,
     extra_record,
     extra_state,
     journal,
@@ -75,8 +76,13 @@ async def _copy(pod: Pod, staging: Path, timings: Timings) -> tuple[int, LayerCa
         if pod.gone:
             return
         extras = await timed(timings, "extras", asyncio.to_thread(_collect, pod, pids, staging / WORK))
-        async with step("worker.capture.dump"):
-            done = await pod.ask_once(lambda guard: guard.checkpoint(staging / IMAGES, work=staging / WORK))
+        try:
+            async with step("worker.capture.backlog"):
+                extras.backlog = await asyncio.to_thread(backlog.take, pod, pids)
+            async with step("worker.capture.dump"):
+                done = await pod.ask_once(lambda guard: guard.checkpoint(staging / IMAGES, work=staging / WORK))
+        finally:
+            await asyncio.to_thread(backlog.put_back, pod)
         await asyncio.to_thread(write_private, staging / IMAGES / extra_record.FILE, extras.encode())
         image_bytes = done.image_bytes
         timings.update(done.timings)
@@ -112,7 +118,8 @@ async def _drain(pod: Pod) -> GuardStatus:
 
 
 def _collect(pod: Pod, pids: list[int], work: Path) -> extra_record.Extras:
-    extras, watched = extra_state.collect(pids, pod.layers)
+    extras, watched, again = extra_state.collect(pids, pod.layers)
+    pod.network.deliver(again)
     if watched or extras.timers:
         work.mkdir(mode=0o700, exist_ok=True)
     if extras.timers:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from moorage.errors import CorruptData
+from moorage.worker.network.datagrams import Datagram
+from moorage.worker.network.waiting import Waiting
 
 #: Among the images, so that it goes wherever they go.
 FILE = "moorage-extras.json"
@@ -28,12 +30,15 @@ class Thread(msgspec.Struct, frozen=True):
 
 class Extras(msgspec.Struct):
     """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
-    POSIX timer → the thread that it signals. All numbers are those in the pod."""
+    POSIX timer → the thread that it signals. ``backlog``: connections that wait to be accepted, ``datagrams``: what
+    waits in UDP sockets. All numbers are those in the pod."""
 
     links: dict[str, str] = {}
     timers: dict[str, dict[int, int]] = {}
     sockets: list[SocketOptions] = []
     scheduling: list[Thread] = []
+    backlog: list[Waiting] = []
+    datagrams: list[Datagram] = []
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self)

@@ -1,6 +1,7 @@
 """Kinds of state that CRIU 4.2 does not save, read from the frozen pod, and given back to the restored one.
 
 * options of TCP and UDP sockets (``TCP_USER_TIMEOUT`` and others);
+* datagrams that wait in UDP sockets;
 * processor affinity and timer slack of threads;
 * the threads that POSIX timers signal, and the names that are left of files whose opened name was removed: `mend`
   needs them for the images.
@@ -24,6 +25,8 @@ from moorage.errors import Refused
 from moorage.worker.borrow import borrowed, borrowed_socket, libc
 from moorage.worker.extra_record import Extras, SocketOptions, Thread
 from moorage.worker.layers import PodLayers
+from moorage.worker.network import datagrams
+from moorage.worker.network.datagrams import Datagram
 from moorage.worker.transient import waiting_bytes
 
 log = structlog.get_logger(__name__)
@@ -45,10 +48,12 @@ _OPTIONS = (
 
 
 class Collected(NamedTuple):
-    """What goes beside the images, and what CRIU must be told before it dumps: the paths of inotify watches."""
+    """What goes beside the images, what CRIU must be told before it dumps (the paths of inotify watches), and
+    datagrams that were read and have to be delivered again."""
 
     extras: Extras
     watched: list[tuple[int, int, str]]
+    again: list[Datagram]
 
 
 def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
@@ -61,6 +66,7 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
     nameless: dict[str, tuple[int, int, str]] = {}
     watches: dict[tuple[int, int], str] = {}
     near: list[str] = []
+    again: list[Datagram] = []
     seen: set[int] = set()
     everywhere = os.sched_getaffinity(0)
     for pid in host_pids:
@@ -74,14 +80,14 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
                 elif target.startswith("anon_inode:inotify"):
                     _watches(pid, folder, fd, watches)
                 elif target.startswith("socket:"):
-                    _socket(pid, inside, fd, extras, seen)
+                    _socket(pid, inside, fd, extras, seen, again)
                 elif target.endswith(" (deleted)"):
                     _nameless(folder / "fd" / str(fd), target, f"process {inside}, descriptor {fd}", nameless)
             for path, target in _mapped(folder):
                 _nameless(path, target, f"process {inside}, a mapping", nameless)
             near.append(str((folder / "cwd").readlink()))
     extras.links = _names_left(nameless, layers)
-    return Collected(extras, _watched(watches, layers, near))
+    return Collected(extras, _watched(watches, layers, near), again)
 
 
 def _count_ticks(pid: int, fd: int) -> None:
@@ -154,7 +160,7 @@ def _mapped(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, str(path.readlink())
 
 
-def _socket(pid: int, inside: int, fd: int, extras: Extras, seen: set[int]) -> None:
+def _socket(pid: int, inside: int, fd: int, extras: Extras, seen: set[int], again: list[Datagram]) -> None:
     with contextlib.suppress(OSError), borrowed_socket(pid, fd) as sock:
         inode = os.fstat(sock.fileno()).st_ino
         if inode in seen or sock.family not in (socket.AF_INET, socket.AF_INET6):
@@ -165,6 +171,11 @@ def _socket(pid: int, inside: int, fd: int, extras: Extras, seen: set[int]) -> N
             with contextlib.suppress(OSError):
                 options.append((level, name, sock.getsockopt(level, name, _length(level, name))))
         extras.sockets.append(SocketOptions(inside, fd, options))
+        if sock.type == socket.SOCK_DGRAM and sock.proto in (0, socket.IPPROTO_UDP):
+            found = datagrams.peek(sock)
+            extras.datagrams += found
+            if datagrams.spent(sock, found):
+                again.extend(found)
 
 
 def _length(level: int, name: int) -> int:

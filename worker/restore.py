@@ -10,6 +10,7 @@ from moorage.errors import CorruptData, MoorageError
 from moorage.store import Content, PodManifest
 from moorage.worker import (
     attempt_capture,
+    backlog,
     extra_record,
     extra_state,
     fit,
@@ -180,9 +181,17 @@ async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
     async with step("worker.restore.rebuild"):
         images, work = staging / attempt_capture.IMAGES, pod.folder / "criu"
         extras = await asyncio.to_thread(_mend, images)
+        external = str(manifest.network.get("external_address", ""))
+        waiting = backlog.of_job(pod, extras.backlog, manifest.node, external)
+        if waiting:  # before the other ends are back and ask for them
+            await asyncio.to_thread(lambda: pod.network.shield(waiting=waiting))
         done = await pod.ask_once(lambda guard: guard.restore(images, work=work))
         pod_guard.take_status(pod, done.status)
         await asyncio.to_thread(extra_state.give_back, pod.processes(), extras)
+    async with step("worker.restore.backlog"):
+        if waiting:
+            await asyncio.to_thread(backlog.give, pod, waiting)
+        await asyncio.to_thread(pod.network.deliver, extras.datagrams)
 
 
 async def _stand(pod: Pod, manifest: PodManifest) -> None:

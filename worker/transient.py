@@ -17,10 +17,10 @@ _LISTENING = "0A"
 _PEEK_NOW = 0x42  # MSG_PEEK | MSG_DONTWAIT
 
 
-def unread(host_pids: Iterable[int]) -> list[str]:
+def unread(host_pids: Iterable[int], with_connections: bool) -> list[str]:
     """Words for each thing that waits to be read: events of inotify, messages of netlink, connections to accept."""
     pids = list(host_pids)
-    ports = waiting_ports(pids[0]) if pids else []
+    ports = waiting_ports(pids[0]) if pids and with_connections else []
     found = [words for pid in pids for words in _queues(pid)]
     return found + [f"a TCP connection to port {port} waits to be accepted" for port in ports]
 

@@ -27,6 +27,8 @@ REFUSED = (
     "pipe from outside", "process that moorage did not start", "raw_socket", "semaphore", "traced",
     "unix socket to the outside", "user_timeout",
 )  # fmt: skip
+#: Programs that need another pod, or the world outside, as their other end.
+IN_TWO_PODS = ("outside", "pods_tcp", "pods_udp")
 _APART = frozenset({"kit.py", "driver.py", "__init__.py", "kit.h"})
 _HUGE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
 

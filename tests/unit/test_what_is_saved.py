@@ -40,7 +40,9 @@ def test_the_page_is_made_of_the_results(tmp_path: Path) -> None:
         "a": {"what": "of a", "result": "lost", "note": "x"},
     }
     (tmp_path / "programs.json").write_text(json.dumps(programs))
+    pods = {"c": {"what": "of c", "result": "kept", "note": ""}}
+    (tmp_path / "pods.json").write_text(json.dumps(pods))
     (tmp_path / "refusals.json").write_text(json.dumps({"raw": {"message": "no"}}))
     tables = _tables(tool.page(tmp_path))
-    assert tables["Saved"] == [["`a`", "of a", "lost: x"], ["`b`", "of b", "kept"]]
+    assert tables["Saved"] == [["`a`", "of a", "lost: x"], ["`b`", "of b", "kept"], ["`c`", "of c", "kept"]]
     assert tables["Refused"] == [["raw", "no"]]

@@ -14,6 +14,7 @@ from moorage import failpoints
 from moorage.errors import Conflict, EnvironmentLacking, NotFound, UsageError
 from moorage.worker.network import links, namespace, qdisc, resolver, rules
 from moorage.worker.network.cut import cut_by_names, uncut_by_names
+from moorage.worker.network.datagrams import Datagram, deliver
 from moorage.worker.network.names import (
     EXTERNAL_DEVICE,
     JOB_DEVICE,
@@ -25,6 +26,7 @@ from moorage.worker.network.names import (
     job_address,
 )
 from moorage.worker.network.sockets import Connection, Diagnosis, SocketReport, report
+from moorage.worker.network.waiting import Waiting, put_back, shield
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -236,6 +238,22 @@ class PodNetwork:
     def sealed(self) -> bool:
         """Whether the seal is on. Raises `NotFound`."""
         return self._inside(lambda: bool(rules.list_table("netdev", rules.SEAL_TABLE)))
+
+    def shield(self, *, ports: Sequence[int] = (), waiting: Sequence[Waiting] = ()) -> None:
+        """See `waiting.shield`. Raises `NotFound`, `EnvironmentLacking`."""
+        self._inside(lambda: shield(ports, waiting))
+
+    def unshield(self) -> None:
+        """Undo `shield`. Idempotent. Raises `NotFound`."""
+        self._inside(lambda: rules.apply(rules.UNSHIELD))
+
+    def put_back(self, waiting: Sequence[Waiting]) -> list[Waiting]:
+        """See `waiting.put_back`: the connections that did not get in. Raises `NotFound`, `OSError`."""
+        return self._inside(lambda: put_back(waiting))
+
+    def deliver(self, datagrams: Sequence[Datagram]) -> None:
+        """Let the pod's UDP sockets receive these. Raises `NotFound`, `OSError`."""
+        self._inside(lambda: deliver(datagrams))
 
     def cut(self) -> None:
         """Fence the pod: pull its cables at the host's end. Works on what is left of a half-removed pod too."""

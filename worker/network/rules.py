@@ -22,6 +22,7 @@ from moorage.worker.network.names import (
 )
 
 SEAL_TABLE = "moorage-seal"
+SHIELD_TABLE = "moorage-shield"
 #: (IPv4 total length, TCP data offset in words) of a segment that carries nothing: 20 bytes of IP, 5 to 15 words of
 #: TCP.
 _EMPTY_SEGMENTS = ", ".join(f"{20 + 4 * words} . {words}" for words in range(5, 16))
@@ -149,6 +150,27 @@ def seal(devices: Sequence[str], *, egress: bool = True) -> str:
 
 #: Commands that take the seal away, sealed or not.
 UNSEAL = f"add table netdev {SEAL_TABLE}\ndelete table netdev {SEAL_TABLE}\n"
+
+
+def shield(mark: int, ports: Sequence[int], connections: Sequence[tuple[tuple[str, int], tuple[str, int]]]) -> str:
+    """Commands that drop the TCP packets of ``ports`` and of ``connections`` (both ends) that do not bear ``mark``."""
+    pre = f"add rule inet {SHIELD_TABLE} pre"
+    text = (
+        f"add table inet {SHIELD_TABLE}\ndelete table inet {SHIELD_TABLE}\nadd table inet {SHIELD_TABLE}\n"
+        f"add chain inet {SHIELD_TABLE} pre {{ type filter hook prerouting priority raw; }}\n"
+        f"{pre} meta mark {mark} accept\n"
+    )
+    for port in ports:
+        text += f"{pre} tcp dport {port} drop\n{pre} tcp sport {port} drop\n"
+    for one, other in connections:
+        family = "ip6" if ":" in one[0] else "ip"
+        for (source, sport), (target, dport) in ((one, other), (other, one)):
+            text += f"{pre} {family} saddr {source} {family} daddr {target} tcp sport {sport} tcp dport {dport} drop\n"
+    return text
+
+
+#: Commands that take the shield away, if there is one.
+UNSHIELD = f"add table inet {SHIELD_TABLE}\ndelete table inet {SHIELD_TABLE}\n"
 
 
 def apply(commands: str) -> None:

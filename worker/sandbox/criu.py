@@ -30,8 +30,8 @@ _OPTIONS: Final = (
     "link-remap",
 )
 # Not used on purpose:
-# tcp-skip-in-flight: a connection that was not accepted yet would be reset at restore. Without it the dump fails, the
-#   job runs on, and the next attempt finds the connection accepted.
+# tcp-skip-in-flight: a connection that was not accepted yet would be reset at restore. `backlog` takes them out of
+#   their queues before the dump and puts them back.
 
 
 #: Stands for prlimit(2) of another user's process where root may not call it: see native/criu_limits.

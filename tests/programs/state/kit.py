@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 libc = ctypes.CDLL(None, use_errno=True)
 _PAUSE = 0.02
@@ -53,6 +53,21 @@ def call(name: str, *arguments: object) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
+
+
+T = TypeVar("T")
+
+
+def call_until(call: Callable[[], T], seconds: float = 30.0) -> T:
+    """What ``call`` gives, tried again while it fails: the other end may not be there yet. Raises its last error."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except (OSError, Broken):
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.05)
 
 
 def fork(child: Callable[[], None]) -> int:

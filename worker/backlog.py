@@ -1,0 +1,92 @@
+"""A pod's connections that wait to be accepted, over a checkpoint and a restore.
+
+They are out of their queues while CRIU looks (it would refuse them), and back before the capture is over. What was
+taken is in a file of the pod's folder meanwhile: a worker that follows puts it back before the pod runs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from moorage.errors import NotFound
+from moorage.worker.borrow import borrowed_socket
+from moorage.worker.guard.files import write_private
+from moorage.worker.network import waiting
+from moorage.worker.network.waiting import Waiting
+from moorage.worker.pod import Pod
+from moorage.worker.transient import waiting_ports
+
+FILE = "backlog.json"
+#: What a new connection takes in before its receiver has read any of it.
+_SMALL_BYTES = 30_000
+
+
+def take(pod: Pod, pids: list[int]) -> list[Waiting]:
+    """Take all that wait out of their queues. Raises `OSError`, `EnvironmentLacking`."""
+    if not pids or not (ports := waiting_ports(pids[0])):
+        return []
+    pod.network.shield(ports=ports)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(borrowed_socket(*place)) for place in _listeners(pids, set(ports))]
+        taken, accepted = waiting.take(listeners)
+        write_private(pod.folder / FILE, msgspec.json.encode(taken))
+        waiting.vanish(accepted)
+    pod.network.shield(waiting=taken)
+    pod.log.info("connections wait to be accepted", count=len(taken), bytes=sum(len(one.data) for one in taken))
+    return taken
+
+
+def _listeners(pids: list[int], ports: set[int]) -> Iterator[tuple[int, int]]:
+    """Process and descriptor of each socket that listens at one of the ports, each socket once."""
+    seen = set()
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for link in Path("/proc", str(pid), "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    name = str(link.readlink())
+                    if name.startswith("socket:") and name not in seen and _listens(pid, int(link.name), ports):
+                        seen.add(name)
+                        yield pid, int(link.name)
+
+
+def _listens(pid: int, fd: int, ports: set[int]) -> bool:
+    with borrowed_socket(pid, fd) as sock:
+        return (
+            sock.family in (socket.AF_INET, socket.AF_INET6)
+            and sock.type == socket.SOCK_STREAM
+            and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            and sock.getsockname()[1] in ports
+        )
+
+
+def put_back(pod: Pod) -> None:
+    """Put back what `take` has taken, if it was not yet. Raises `OSError`."""
+    file = pod.folder / FILE
+    if file.exists():
+        give(pod, msgspec.json.decode(file.read_bytes(), type=list[Waiting]))
+        file.unlink()
+
+
+def give(pod: Pod, taken: list[Waiting]) -> None:
+    """Put connections into the queues of the pod's listening sockets, and take the shield away. Raises `OSError`."""
+    size = max((len(one.data) for one in taken), default=0)
+    ports = {one.local[1] for one in taken if len(one.data) > _SMALL_BYTES}
+    with contextlib.suppress(NotFound), contextlib.ExitStack() as stack:
+        if ports:
+            listeners = [stack.enter_context(borrowed_socket(*place)) for place in _listeners(pod.processes(), ports)]
+            stack.enter_context(waiting.roomy(listeners, size))
+        if left := pod.network.put_back(taken):
+            pod.log.error("connections are lost", why=str(waiting.lost(left)))
+        pod.network.unshield()
+
+
+def of_job(pod: Pod, taken: list[Waiting], node: str, external_address: str) -> list[Waiting]:
+    """Those that can go on here: after a move, connections from the world are over (`restore.settle`)."""
+    if node == pod.node.name and external_address == pod.network.external_address:
+        return taken
+    return [one for one in taken if one.local[0] != external_address]
