@@ -73,8 +73,8 @@ class Node:
 
     @cached_property
     def gpus(self) -> NodeGpus:
-        """Which pod has which GPU, and the broker."""
-        return NodeGpus(self.state)
+        """Which pod has which GPU, which are at fault, and the broker."""
+        return NodeGpus(self.state, self.boot)
 
     @cached_property
     def runc(self) -> Path:

@@ -39,7 +39,7 @@ from moorage.runtime import doctor, programs
 from moorage.store import Store, open_for_node
 from moorage.store_settings import KEY_VARIABLE
 from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from moorage.worker import inventory, metrics, uploads
+from moorage.worker import agent_faults, gpu_health, inventory, metrics, uploads
 from moorage.worker.agent import Agent
 from moorage.worker.agent_node import Node
 from moorage.worker.agent_session import Registration
@@ -105,6 +105,7 @@ class _Daemon:
         self._port = 0
         self._store_nonce = ""
         self._fingerprint = NodeFingerprint()
+        self._faults: gpu_health.Faults | None = None
         self._serving = False
         self._ready = True  # until doctor finds something that no pod can run without
 
@@ -141,6 +142,7 @@ class _Daemon:
             fingerprint=self._fingerprint,
             digests=Digests(Path(config.state) / "digests"),
         )
+        self._faults = node.gpus.faults
         agent = Agent(node)
         agent.load()
         await agent.hold()
@@ -153,6 +155,7 @@ class _Daemon:
         stopping = asyncio.create_task(stop.wait())
         looking: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         uploading: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
+        faulting: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
         tasks = [asyncio.create_task(registering, name="registration"), stopping]
         tasks.append(asyncio.create_task(crl.follow(etcd, keys, config.tls), name="revocations"))
@@ -169,6 +172,11 @@ class _Daemon:
                 tasks.append(asyncio.create_task(agent.refresh(), name="refresh"))
                 uploading = asyncio.create_task(uploads.follow(agent.node), name="uploads")
                 looking = asyncio.create_task(self._look_at_machine(registration), name="doctor")
+                if (nvml := gpu_health.library()) is not None:
+                    watching = agent_faults.follow(
+                        nvml, node.gpus.faults, agent.pods.values, lambda: registration.update(self._record())
+                    )
+                    faulting = asyncio.create_task(watching, name="GPU faults")
                 notify("READY=1")
                 log.info("serving", node=config.node, port=self._port, pods=len(agent.pods))
                 tasks.remove(ready)
@@ -180,9 +188,9 @@ class _Daemon:
             if await agent.close():
                 await registration.revoke()
             agent.node.closing.set()
-            for task in (*tasks, looking, uploading):
+            for task in (*tasks, looking, uploading, faulting):
                 task.cancel()
-            await asyncio.gather(*tasks, looking, uploading, return_exceptions=True)
+            await asyncio.gather(*tasks, looking, uploading, faulting, return_exceptions=True)
 
     def _trouble(self, registration: Registration) -> str:
         """Why this worker is not ready; empty if it is."""
@@ -199,6 +207,7 @@ class _Daemon:
             port=self._port,
             ready=self._ready,
             fingerprint=self._fingerprint,
+            faulty=self._faults or (),
         )
 
     async def _look_at_machine(self, registration: Registration) -> None:

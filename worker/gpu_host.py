@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moorage.errors import EnvironmentLacking, NotFound
+from moorage.worker import gpu_health
 from moorage.worker.gpu.client import BrokerClient
 
 CONTROL_NODES = (Path("/dev/nvidiactl"), Path("/dev/nvidia-uvm"), Path("/dev/nvidia-uvm-tools"))
@@ -60,17 +61,26 @@ def device_node(uuid: str) -> Path:
     raise NotFound(f"no GPU of this node is {uuid}")
 
 
-class NodeGpus:
-    """Which pod has which GPU of this node, and the broker."""
+@cache
+def split(uuids: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the GPUs that are split by MIG. Asked once: while somebody uses a GPU, that cannot change."""
+    nvml = gpu_health.library()
+    return gpu_health.split(nvml, list(uuids)) if nvml is not None else ()
 
-    def __init__(self, state: Path) -> None:
+
+class NodeGpus:
+    """Which pod has which GPU of this node, which of them had a fault since ``boot``, and the broker."""
+
+    def __init__(self, state: Path, boot: str) -> None:
+        self.faults = gpu_health.Faults(state / "gpu-faults.json", boot)
         self.broker = BrokerClient(state / "gpu")
         self._taken: dict[str, list[str]] = {}
 
     def free(self) -> list[str]:
-        """UUIDs that no pod has, in bus order."""
+        """UUIDs of healthy GPUs that no pod has, in bus order."""
         taken = {uuid for uuids in self._taken.values() for uuid in uuids}
-        return [uuid for gpu in information() if (uuid := gpu.get("GPU UUID", "")) and uuid not in taken]
+        known = [gpu.get("GPU UUID", "") for gpu in information()]
+        return [uuid for uuid in known if uuid and uuid not in taken and uuid not in self.faults]
 
     def take(self, pod: str, uuids: list[str]) -> None:
         """They are the pod's now."""

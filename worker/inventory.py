@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Container
 from pathlib import Path
 
 import msgspec
@@ -73,9 +74,10 @@ def record(
     ready: bool,
     fingerprint: NodeFingerprint | None = None,
     store: str = "",
+    faulty: Container[str] = (),
 ) -> NodeRecord:
     """This node's registration. ``session`` is random for each start, ``port`` the one that the server bound, ``store``
-    the nonce of the store that was opened."""
+    the nonce of the store that was opened, ``faulty`` the UUIDs of GPUs that are out of service."""
     return NodeRecord(
         node=config.node,
         address=config.address,
@@ -86,7 +88,7 @@ def record(
         lease_seconds=config.lease_seconds,
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=memory_total(),
-        gpus=gpus(),
+        gpus=[gpu for gpu in gpus() if gpu.partition(" ")[0] not in faulty],
         kernel=platform.release(),
         labels=dict(config.labels),
         ready=ready,

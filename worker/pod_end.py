@@ -30,6 +30,13 @@ async def kill(pod: Pod, grace: float, reason: str) -> None:
         await end(pod, reason)
 
 
+async def break_off(pod: Pod, reason: str) -> None:
+    """End a pod that cannot run on, ahead of whatever else is being done with it: it is ``failed`` and says why."""
+    pod.dying = True
+    async with pod.lock:  # whoever held it has seen by now that the pod is dying
+        await fail(pod, reason)
+
+
 async def fail(pod: Pod, reason: str) -> None:
     """End a pod that cannot run on, for one who holds its lock: it is ``failed`` and says why."""
     await end(pod, reason, failed=True)

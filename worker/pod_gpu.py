@@ -24,6 +24,7 @@ from moorage.worker.gpu import messages as m
 from moorage.worker.gpu.blocks import SavedMemory
 from moorage.worker.pod_steps import Timings
 from moorage.worker.preflight import Objection, OpenFile, Process
+from moorage.worker.preflight_gpu import GpuReport, Noted, examine_gpu
 from moorage.worker.sandbox import native, oci, podinit
 
 if TYPE_CHECKING:
@@ -134,15 +135,12 @@ async def look(pod: Pod) -> tuple[list[Objection], frozenset[int]]:
         return [
             Objection("the GPU broker", error.message, error.hint or "try again", type(error).__name__)
         ], frozenset()
-    objections = [
-        Objection(
-            f"{found.process}, {found.api}{f' of {found.size} bytes' if found.size else ''}",
-            "the driver cannot save it",
-            "use plain device memory (cudaMalloc) instead, or free it before the checkpoint",
-        )
-        for found in seen.objections
-    ]
-    return objections, frozenset(process.pid for process in seen.processes)
+    report = GpuReport(
+        noted=tuple(Noted(found.process, found.api, found.size) for found in seen.objections),
+        mig=await asyncio.to_thread(gpu_host.split, tuple(pod.record.gpus)),
+        mps=any(name.startswith("CUDA_MPS_") for name in pod.spec.env),
+    )
+    return examine_gpu(report), frozenset(process.pid for process in seen.processes)
 
 
 def without_driver(processes: list[Process], on_gpu: frozenset[int]) -> list[Process]:

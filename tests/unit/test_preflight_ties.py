@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
-from moorage.worker.preflight_gpu import GpuProcess, GpuReport, examine_gpu
+from moorage.worker.preflight_gpu import GpuReport, Noted, examine_gpu
 from moorage.worker.preflight_outside import read_unix_peers
 from moorage.worker.preflight_ties import (
     SAYINGS,
@@ -20,6 +21,8 @@ from moorage.worker.preflight_ties import (
     without_parent,
 )
 
+_NOTED = r'(?:note_refusal|foreign_ipc|managed_added)\("(cu\w+)"'  # in native/intercept
+ROOT = Path(__file__).resolve().parents[2]
 _WHO = "process 7 (python3)"
 
 
@@ -74,17 +77,30 @@ def test_both_ends_of_a_unix_socket_are_known() -> None:
 
 
 def test_what_the_gpu_driver_cannot_save_is_told_by_process_and_call() -> None:
-    assert examine_gpu(GpuReport((GpuProcess(7, "python3"),))) == []
-    report = GpuReport(
-        (GpuProcess(7, "python3", managed_bytes=3 << 20, imported=("cuIpcOpenMemHandle",)),), mig=("GPU-1/0",), mps=True
+    assert examine_gpu(GpuReport()) == []
+    who = "process 7 (python3)"
+    noted = (
+        Noted(who, "cuMemAllocManaged", 3 << 20),
+        Noted(who, "cuIpcOpenMemHandle"),
+        Noted(who, "cuSomethingNew", 9),
     )
-    told = examine_gpu(report)
+    told = examine_gpu(GpuReport(noted, mig=("GPU-1",), mps=True))
     assert [each.what for each in told] == [
-        "GPU GPU-1/0",
+        "GPU GPU-1",
         "the pod's CUDA processes",
         "process 7 (python3), cuMemAllocManaged",
         "process 7 (python3), cuIpcOpenMemHandle",
+        "process 7 (python3), cuSomethingNew",
     ]
     assert "3 MiB of managed memory" in told[2].why
     assert "imported from outside the pod" in told[3].why
     assert all(each.cure for each in told)
+
+
+def test_every_refusal_of_the_proxy_has_words_of_its_own() -> None:
+    sources = (ROOT / "native" / "intercept").glob("*.cpp")
+    named = {name for path in sources for name in re.findall(_NOTED, path.read_text())}
+    assert {"cuMemAllocManaged", "cuMulticastCreate", "cuMemMapArrayAsync"} <= named
+    for name in named:
+        (told,) = examine_gpu(GpuReport((Noted("process 7 (python3)", name, 100),)))
+        assert told.why != "the driver cannot save it", name

@@ -30,6 +30,7 @@ from moorage.worker.gpu.kept import Everything, Kept, KnownProcess, PodNote, ali
 from moorage.worker.gpu.messages import Objection
 from moorage.worker.gpu.process import Asked, CudaProcess, same_file
 from moorage.worker.gpu.wire import BlockName, Memory, Type
+from moorage.worker.preflight_gpu import LOST
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -250,7 +251,7 @@ class PodMemory:
             if owner is None or not owner.descriptors:
                 maker = self.processes.get(name.process)
                 label = str(maker) if maker else f"process {name.process:016x}"
-                found.append(Objection(label, "memory whose descriptor is not here any more", block.about.size))
+                found.append(Objection(label, LOST, block.about.size))
         return found
 
     def take(self, processes: list[SavedProcess], blocks: dict[BlockName, Block]) -> None:
