@@ -359,6 +359,8 @@ class AsyncJob:
 
         After a restore the output goes on where the checkpoint stood: lines that are computed again come again.
         """
+        if rank < ALL_RANKS:
+            raise UsageError(f"there is no rank {rank}", "ranks count from 0")
         reached: dict[int, tuple[int, int]] = {}
 
         def request() -> pb.LogsRequest:

@@ -126,6 +126,7 @@ def nothing_runs(cluster: DevCluster, client: Client) -> None:
         (UsageError, "s3://x/y", "dev up --name never --store s3://x/y"),
         (NotFound, "/proc/x", "dev up --name never --state /proc/x"),
         (NotFound, "nobody", "delete -y nobody"),
+        (UsageError, "somewhere", "--coordinator somewhere jobs"),
         (UsageError, "--checkpoint-every", "torchrun --checkpoint-every soon train.py"),
     ],
 )

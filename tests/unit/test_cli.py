@@ -304,6 +304,7 @@ def test_logs_of_one_rank_have_no_prefix_and_a_rank_beyond_is_refused(coordinato
     assert run("logs", "j").out == "[rank 0] zero\n"
     done = run("logs", "j", "--rank", "2")
     assert done.code == 201 and "0 to 1" in done.err
+    assert run("logs", "j", "--rank", "-5").code == 201
 
 
 def test_a_check_that_finds_damage_ends_with_its_code(coordinator: FakeCoordinator, run: Run) -> None:

@@ -113,6 +113,21 @@ def test_a_program_on_path_that_is_too_old_is_not_used(machine: Path, name: str,
         find(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "says", "said"),
+    [("criu", "Version: 3.17", "is version 3.17"), ("nft", "Exec format error", "does not run")],
+)
+def test_what_is_required_is_looked_at_in_a_runtime_folder_too(machine: Path, name: str, says: str, said: str) -> None:
+    path = program(machine / "default/bin", name, says)
+    assert find(name) == path
+    with pytest.raises(EnvironmentLacking, match=f"{path} {said}") as caught:
+        programs.require(name)
+    assert "moorage runtime install" in caught.value.hint
+    path.unlink()
+    sound = program(machine / "default/bin", "criu", "Version: 4.2")
+    assert programs.require("criu") == sound
+
+
 def test_a_version_is_asked_anew_when_the_program_was_replaced(machine: Path) -> None:
     path = program(machine / "path", "criu", "Version: 4.1")
     assert programs.version("criu", path) == (4, 1)

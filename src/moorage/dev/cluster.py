@@ -80,7 +80,7 @@ def up(
     if not (1 <= etcd <= 7 and 1 <= coordinators <= 7):
         raise UsageError("a dev cluster has 1 to 7 etcd servers and coordinators")
     for program in ("etcd", "runc", "criu", "nft", "ip"):
-        programs.find(program)
+        programs.require(program)
     if store:
         from moorage.store.config import backend_of  # not at import: the command must start fast
 

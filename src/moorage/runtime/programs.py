@@ -120,3 +120,17 @@ def find(name: str, *, ask: Callable[[str, Path], Version | None] = version) -> 
     if name not in _ASK or (found is not None and new_enough(name, found)):
         return own
     raise EnvironmentLacking(f"{own} is version {text(found)}, which moorage cannot use", HINT)
+
+
+def require(name: str) -> Path:
+    """`find` it and see that it runs and is new enough, wherever it lies. Raises `EnvironmentLacking`.
+
+    For whoever can still refuse: `find` believes a runtime folder, for pods that live there must not end with it.
+    """
+    path = find(name)
+    found = version(name, path)
+    if found is None:
+        raise EnvironmentLacking(f"{path} does not run", HINT)
+    if not new_enough(name, found):
+        raise EnvironmentLacking(f"{path} is version {text(found)}, which moorage cannot use", HINT)
+    return path
