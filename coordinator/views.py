@@ -34,7 +34,7 @@ def job_message(job: Job) -> pb.Job:
         hint=state.hint,
         latest_checkpoint=state.latest,
         attempt=state.attempts,
-        restarts=state.restarts,
+        restarts=state.restarts_before + state.restarts,
         created=state.created,
         started=state.started,
         ended=state.ended,

@@ -114,7 +114,9 @@ def _restore(t: Turn, event: RestoreAsked) -> None:
     )
     if running(t):
         attempt.leave(t, "the job is being restored")
-    t.set(base=checkpoint, ended=0.0, exit_code=None, restarts=0, failures_in_row=0, failed_attempts=0)
+    before = state.restarts_before + state.restarts + (state.phase == "failed")
+    t.set(base=checkpoint, ended=0.0, exit_code=None, restarts_before=before, restarts=0)
+    t.set(failures_in_row=0, failed_attempts=0)
     t.remember(event.request, "restore")
     bringup.begin(t, plan, "asked for")
 

@@ -225,7 +225,8 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     base: str = ""  # the checkpoint that the present incarnation descends from: what a failure goes back to
     next_checkpoint: float = 0.0  # heartbeat; 0: none is due
     failed_attempts: int = 0  # in a row
-    restarts: int = 0
+    restarts: int = 0  # since it was last started or restored because somebody asked
+    restarts_before: int = 0  # until then; a failed job that was brought back on request counts too
     failures_in_row: int = 0  # of the job itself, with no new checkpoint between them
     exit_code: int | None = None
     last_restore_seconds: float = 0.0

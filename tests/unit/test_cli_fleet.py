@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -11,14 +12,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
+from rich.console import Console
 
 from moorage.cli import completing
 from moorage.cli import main as command
 from moorage.cli.options import config_file, global_flags
-from moorage.cli.top import Rates, picture
+from moorage.cli.top import Rates, picture, render
 from moorage.coordinator.client import JobInfo, NodeInfo
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2
@@ -178,6 +180,27 @@ def test_rates_are_what_was_used_since_the_last_look() -> None:
     view = picture(nodes, [job(13, 500)], rates, 102.0)
     assert (view.jobs[0].cores, view.jobs[0].output_bytes_per_second, view.nodes[0].cores) == (1.5, 250, 1.5)
     assert picture(nodes, [job(1, 0, incarnation=2)], rates, 103.0).jobs[0].cores == 0
+
+
+def test_a_narrow_picture_leaves_out_columns_and_never_cuts_a_name() -> None:
+    def job(name: str, phase: str) -> JobInfo:
+        pods = [types_pb2.PodStatus(pod=at, node=f"node-{at}") for at in range(4)]
+        spec = types_pb2.JobSpec(name=name)
+        return JobInfo.of(pb.Job(id=name, spec=spec, phase=phase, pods=pods, reason=f"Job {name} {'runs on ' * 20}"))
+
+    nodes = [NodeInfo.of(pb.Node(node=f"node-{at}", cpus=4, live=at != 8, ready=True)) for at in range(9)]
+    jobs = [*(job(f"a-job-of-some-length-{at}", "running") for at in range(30)), job("in-trouble", "parked")]
+    view = picture(nodes, jobs, Rates(), 100.0)
+    for width, height in ((70, 24), (100, 30), (160, 60), (0, 0)):
+        console = Console(width=width or 10_000, file=io.StringIO())
+        console.print(render(view, width, height))
+        shown = cast("io.StringIO", console.file).getvalue().splitlines()
+        assert not height or len(shown) < height, (width, height)
+        [trouble] = [line for line in shown if "in-trouble" in line]
+        assert "parked" in trouble and any("a-job-of-some-length-1 " in line for line in shown)
+        assert any("node-8 " in line and "lost" in line for line in shown)
+        assert ("node-0,node-1,+2" in trouble) == (width != 70)
+        assert any("more jobs" in line for line in shown) == (height in (24, 30))
 
 
 def test_a_shell_completes_the_names_of_jobs_and_nodes(

@@ -213,6 +213,13 @@ def test_a_lost_node_takes_the_job_back_to_its_checkpoint_elsewhere() -> None:
     assert {"node.lost", "restore.started", "restore.fenced", "restore.done"} <= set(job.said)
 
 
+def test_restarts_are_counted_on_beyond_a_restore_that_was_asked_for() -> None:
+    job = Player().run().save().lose("a")
+    job.place("b", "c").done(ins.Fence, ins.Load, ins.Release)
+    job.do(ev.RestoreAsked(time=9.0))
+    assert (job.state.restarts, job.state.restarts_before) == (0, 1)
+
+
 def test_a_lost_node_before_the_first_checkpoint_starts_the_job_again() -> None:
     job = Player().run().lose("b")
     assert job.state.phase == "starting"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -14,7 +17,7 @@ from moorage.cli.cluster import node_state
 from moorage.cli.options import Output, client, output_format
 from moorage.cli.output import age, bytes_text, line
 from moorage.cli.values import seconds
-from moorage.errors import UsageError
+from moorage.errors import DeadlineExceeded, Unavailable, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -124,44 +127,103 @@ def picture(nodes: list[NodeInfo], jobs: list[JobInfo], rates: Rates, now: float
     )
 
 
-def render(view: View) -> RenderableType:
-    """The picture as tables."""
+#: A picture that stands still says so after this.
+_LIVE_PATIENCE_SECONDS = 3.0
+#: Phases in which a job needs nobody's eye.
+_STEADY = ("running", "checkpointing", "finished", "stopped")
+#: The columns of the jobs, and which go first where the terminal is narrow; job, phase and reason always stay.
+_JOB_TITLES = ("job", "phase", "nodes", "cores", "output/s", "restarts", "checkpoint", "age")
+_LEAVE_FIRST = ("output/s", "checkpoint", "age", "cores", "restarts", "nodes")
+_REASON_LEAST = 24
+_NODES_SHOWN = 2
+
+
+def render(view: View, width: int = 0, height: int = 0, note: str = "") -> RenderableType:
+    """The picture as tables. ``width`` and ``height`` in characters, 0: no limit. ``note``: beside it.
+
+    Where it is too small, columns are left out rather than names cut, and what needs an eye stays on top.
+    """
     from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    def table(*titles: str) -> Table:
-        made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold", expand=True)
+    def table(titles: list[str]) -> Table:
+        made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
         for title in titles:
             made.add_column(title.upper(), overflow="ellipsis", no_wrap=True)
         return made
 
-    nodes = table("node", "state", "pods", "cores", "gpus", "memory")
-    for node in view.nodes:
-        nodes.add_row(
+    jobs, more_jobs, nodes, more_nodes = _shown(view, height)
+    node_table = table(["node", "state", "pods", "cores", "gpus", "memory"])
+    for node in nodes:
+        node_table.add_row(
             node.node,
-            Text(node.state, style="green" if node.state == "ready" else "yellow"),
+            Text(node.state, style={"ready": "green", "lost": "bold red"}.get(node.state, "yellow")),
             f"{node.pods} of {node.slots}" if node.slots else str(node.pods),
             f"{node.cores:.2f} of {node.cpus}",
             str(node.gpus),
             bytes_text(node.memory_bytes),
         )
-    jobs = table("job", "phase", "nodes", "cores", "output/s", "restarts", "checkpoint", "age", "reason")
-    for job in view.jobs:
-        jobs.add_row(
-            job.job,
-            Text(job.phase, style=_COLOURS.get(job.phase, "")),
-            ",".join(job.nodes),
-            f"{job.cores:.2f}",
-            bytes_text(job.output_bytes_per_second),
-            str(job.restarts),
-            job.checkpoint,
-            age(job.created),
-            job.reason,
-        )
+    titles, rows, room = _columns([_cells(job) for job in jobs], width)
+    job_table = table([*titles, "reason"])
+    for job, row in zip(jobs, rows, strict=True):
+        row[1] = Text(str(row[1]), style=_COLOURS.get(job.phase, ""))
+        why = job.reason.removeprefix(f"Job {job.job} ")
+        job_table.add_row(*row, why if not room or len(why) <= room else f"{why[: room - 1]}…")
     clock = time.strftime("%H:%M:%S", time.localtime(view.time))
-    return Group(Text(f"moorage {clock}   {len(view.nodes)} nodes, {len(view.jobs)} jobs"), nodes, jobs)
+    head = Text(f"moorage {clock}   {len(view.nodes)} nodes, {len(view.jobs)} jobs")
+    if note:
+        head.append(f"   {note}", style="bold red")
+    parts: list[RenderableType] = [head, node_table]
+    if more_nodes:
+        parts.append(Text(f"… and {more_nodes} more nodes: moorage nodes"))
+    parts.append(job_table)
+    if more_jobs:
+        parts.append(Text(f"… and {more_jobs} more jobs: moorage jobs"))
+    return Group(*parts)
+
+
+def _shown(view: View, height: int) -> tuple[list[JobRow], int, list[NodeRow], int]:
+    """The jobs and nodes for which there is room, what needs an eye first, and how many are left out."""
+    jobs = sorted(view.jobs, key=lambda job: job.phase in _STEADY)
+    nodes = view.nodes
+    room = height - 11 if height else len(jobs) + len(nodes)  # heads, rules, blank lines and the two remarks
+    if len(jobs) + len(nodes) > room:
+        for_nodes = max(3, room // 2, room - len(jobs))
+        if len(nodes) > for_nodes:
+            nodes = sorted(nodes, key=lambda node: node.state == "ready")[:for_nodes]
+        jobs = jobs[: max(3, room - len(nodes))]
+    return jobs, len(view.jobs) - len(jobs), nodes, len(view.nodes) - len(nodes)
+
+
+def _cells(job: JobRow) -> dict[str, str]:
+    where = job.nodes[:_NODES_SHOWN] + ([f"+{len(job.nodes) - _NODES_SHOWN}"] if len(job.nodes) > _NODES_SHOWN else [])
+    return {
+        "job": job.job,
+        "phase": job.phase,
+        "nodes": ",".join(where),
+        "cores": f"{job.cores:.2f}",
+        "output/s": bytes_text(job.output_bytes_per_second),
+        "restarts": str(job.restarts),
+        "checkpoint": job.checkpoint,
+        "age": age(job.created),
+    }
+
+
+def _columns(cells: list[dict[str, str]], width: int) -> tuple[list[str], list[list[Any]], int]:
+    """The columns that fit beside a reason of readable width, their cells, and the width of the reason (0: any)."""
+    titles = list(_JOB_TITLES)
+
+    def room() -> int:
+        wide = [max([len(title), *(len(row[title]) for row in cells)]) for title in titles]
+        return width - sum(wide) - 3 * len(wide) - 2  # as rich lays them out
+
+    for title in _LEAVE_FIRST:
+        if not width or room() >= _REASON_LEAST:
+            break
+        titles.remove(title)
+    return titles, [[row[title] for title in titles] for row in cells], max(1, room()) if width else 0
 
 
 def top(
@@ -169,24 +231,25 @@ def top(
     interval: Annotated[str, typer.Option("--interval", "-n", help="Time between two looks.")] = "1s",
     output: Output = None,
 ) -> None:
-    """A live view of nodes and jobs; Ctrl-C ends it. In a pipe, or as JSON, one line for each look."""
+    """A live view of nodes and jobs; q or Ctrl-C ends it. In a pipe, or as JSON, one line for each look."""
     form = output_format(output)
     pause = seconds(interval, "--interval")
     if pause < 0.1:
         raise UsageError(f"--interval {interval} is too short", "the least is 100ms")
-    with client() as api:
+    live = form == "table" and not once and sys.stdout.isatty()
+    with client(patience=_LIVE_PATIENCE_SECONDS) if live else client() as api:
         rates = Rates()
         if once:
             _look(api, rates)
             time.sleep(min(pause, 1.0))  # rates need two looks
             _print(_look(api, rates), form)
-        elif form != "table" or not sys.stdout.isatty():
+        elif live:
+            with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
+                _live(api, rates, pause)
+        else:
             while True:
                 _print(_look(api, rates), form)
                 time.sleep(pause)
-        else:
-            with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
-                _live(api, rates, pause)
 
 
 def _look(api: Client, rates: Rates) -> View:
@@ -199,14 +262,53 @@ def _print(view: View, form: str) -> None:
         return
     from rich.console import Console
 
-    (Console() if sys.stdout.isatty() else Console(width=160)).print(render(view))
+    console = Console() if sys.stdout.isatty() else Console(width=10_000)
+    console.print(render(view, console.width if sys.stdout.isatty() else 0))
 
 
 def _live(api: Client, rates: Rates, pause: float) -> None:
+    """Until Ctrl-C or q. A coordinator that does not answer for a while, as when another one takes over, is only noted:
+    the picture stays as it was."""
+    from rich.console import Console
     from rich.live import Live
 
-    live: Any
-    with Live(render(_look(api, rates)), screen=True, auto_refresh=False) as live:
+    console = Console()
+    view, note = _look(api, rates), ""
+    with _keys() as quits, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            time.sleep(pause)
-            live.update(render(_look(api, rates)), refresh=True)
+            live.update(render(view, console.width, console.height, note), refresh=True)
+            if quits(pause):
+                return
+            try:
+                view, note = _look(api, rates), ""
+            except (Unavailable, DeadlineExceeded) as error:
+                note = f"as it was: {error.message}"
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """``quits(seconds)`` waits so long for the key q; whether it came. The terminal is put back as it was."""
+    if not sys.stdin.isatty():
+        over = threading.Event()  # nobody sets it
+        yield over.wait
+        return
+    import select
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+
+    def quits(pause: float) -> bool:
+        end = time.monotonic() + pause
+        while (left := end - time.monotonic()) > 0 and select.select([descriptor], [], [], left)[0]:
+            pressed = os.read(descriptor, 64)
+            if b"q" in pressed.lower() or not pressed:
+                return True
+        return False
+
+    tty.setcbreak(descriptor)
+    try:
+        yield quits
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
