@@ -418,8 +418,13 @@ class AsyncJob:
             raise MoorageError(f"the connection to the command in {self.id} broke", "the command was ended with it")
         return code
 
-    async def pull(self, path: str = "", *, to: Path | str = ".") -> list[str]:
-        """Copy a path of the job (all that changed below its working directory) into ``to``; returns the files."""
+    async def pull(
+        self, path: str = "", *, to: Path | str = ".", progress: Callable[[int, int], None] | None = None
+    ) -> list[str]:
+        """Copy a path of the job (all that changed below its working directory) into ``to``; returns the files.
+
+        ``progress`` is called with the numbers of files and of bytes that have come so far.
+        """
         from moorage.coordinator.client.pull import Receiver
 
         request = pb.PullRequest(job=self.id, path=path)
@@ -427,6 +432,8 @@ class AsyncJob:
         try:
             async for part in self._connection.stream("Pull", lambda: request):
                 receiver.accept(part)
+                if progress is not None:
+                    progress(len(receiver), receiver.bytes)
         except OSError as error:
             raise MoorageError(
                 f"{error.filename or to} cannot be written: {error.strerror}", "name another folder"

@@ -20,11 +20,15 @@ class Receiver:
         self._mode = 0
         self._modified = 0.0
         self._files: dict[str, None] = {}
+        self.bytes = 0  # that came so far
 
     @property
     def files(self) -> list[str]:
         """What has arrived whole, in the order in which it came."""
         return list(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
     def _target(self, name: str) -> Path:
         pure = PurePosixPath(name)
@@ -44,6 +48,7 @@ class Receiver:
         if self._open is not None:
             _, target, file = self._open
             file.write(part.data)
+            self.bytes += len(part.data)
             if part.last:
                 file.close()
                 self._open = None

@@ -314,6 +314,8 @@ class Job:
         """Run a command in the pod of a rank; returns its exit code."""
         return self._loop.run(self._job.exec(command, rank=rank, stdin=stdin, output=output))
 
-    def pull(self, path: str = "", *, to: Path | str = ".") -> list[str]:
-        """Copy a path of the job into ``to``; returns the files."""
-        return self._loop.run(self._job.pull(path, to=to))
+    def pull(
+        self, path: str = "", *, to: Path | str = ".", progress: Callable[[int, int], None] | None = None
+    ) -> list[str]:
+        """Copy a path of the job into ``to``; returns the files. ``progress`` gets the numbers of files and bytes."""
+        return self._loop.run(self._job.pull(path, to=to, progress=progress))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,8 @@ from moorage.errors import DeadlineExceeded, NotFound, UsageError
 if TYPE_CHECKING:
     from moorage.coordinator.client import AttemptInfo, CheckpointInfo, JobInfo
 
+#: Without a terminal, a pull says so often how far it is.
+_TELL_SECONDS = 5.0
 JOB_COLUMNS = [
     ("job", lambda j: j.name or j.id),
     ("phase", lambda j: j.phase),
@@ -271,22 +274,46 @@ def pull(
 ) -> None:
     """Copy files out of a job."""
     form = output_format(output)
-    with client() as api:
-        files = api.job(job).pull(path, to=to)
+    with client() as api, progress(f"pulling from {job}") as update:
+        files = api.job(job).pull(path, to=to, progress=_told(update))
     if form == "table":
         print("\n".join(files)) if files else remark("nothing changed")
     else:
         write({"to": str(to), "files": files}, form)
 
 
+def _told(update: Callable[[str, float | None], None]) -> Callable[[int, int], None]:
+    """Shows how far a pull has come: in the bar of a terminal, else in a line now and then."""
+    began = told = time.monotonic()
+
+    def show(files: int, size: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        so_far = f"{files} files, {bytes_text(size)}"
+        if sys.stderr.isatty() and now - told >= 0.1:
+            told = now
+            update(so_far, None)
+        elif not sys.stderr.isatty() and now - told >= _TELL_SECONDS:
+            told = now
+            remark(f"{so_far} after {human_seconds(now - began)}")
+
+    return show
+
+
 def exec_(
     job: JobArgument,
     command: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What to run.")],
     rank: Annotated[int, typer.Option(help="In the pod and environment of this rank.")] = 0,
+    output: Output = None,
 ) -> None:
-    """Run a command beside a rank; ends with its exit code."""
+    """Run a command beside a rank; ends with its exit code. As JSON or YAML, what it wrote is printed at its end."""
+    form = output_format(output)
+    kept: dict[bool, list[bytes]] = {False: [], True: []}
 
     def take(data: bytes, is_stderr: bool) -> None:
+        if form != "table":
+            kept[is_stderr].append(data)
+            return
         stream = sys.stderr if is_stderr else sys.stdout
         stream.buffer.write(data)
         stream.flush()
@@ -297,4 +324,8 @@ def exec_(
 
     with client() as api:
         stdin = None if sys.stdin.isatty() else typed()
-        raise typer.Exit(api.job(job).exec(command, rank=rank, stdin=stdin, output=take))
+        code = api.job(job).exec(command, rank=rank, stdin=stdin, output=take)
+    if form != "table":
+        wrote = {is_stderr: b"".join(pieces).decode(errors="replace") for is_stderr, pieces in kept.items()}
+        write({"exit_code": code, "stdout": wrote[False], "stderr": wrote[True]}, form)
+    raise typer.Exit(code)

@@ -29,8 +29,7 @@ def _start(spec: Any, if_exists: str, *, detach: bool, dry_run: bool, output: st
                 write(info, output)
             return 0
         remark(f"job {spec.name or job.id} started; Ctrl-C asks before it stops the job")
-        ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
-        return follow(job, Printer(ranks, per_pod=max(1, spec.ranks_per_pod)))
+        return follow(job, Printer(job.status().ranks))  # of the job: one that is resumed may have others than the line
 
 
 def run(

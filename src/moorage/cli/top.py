@@ -188,7 +188,7 @@ def _shown(view: View, height: int) -> tuple[list[JobRow], int, list[NodeRow], i
     """The jobs and nodes for which there is room, what needs an eye first, and how many are left out."""
     jobs = sorted(view.jobs, key=lambda job: job.phase in _STEADY)
     nodes = view.nodes
-    room = height - 11 if height else len(jobs) + len(nodes)  # heads, rules, blank lines and the two remarks
+    room = height - 12 if height else len(jobs) + len(nodes)  # heads, rules, blank lines and the two remarks
     if len(jobs) + len(nodes) > room:
         for_nodes = max(3, room // 2, room - len(jobs))
         if len(nodes) > for_nodes:

@@ -162,7 +162,7 @@ def _attached(launch: Launch, spec: types_pb2.JobSpec, job: Job) -> int:
     per_pod = spec.ranks_per_pod
     only = range(launch.node_rank * per_pod, (launch.node_rank + 1) * per_pod) if launch.node_rank else range(0)
     printer = Printer(
-        spec.pods * per_pod,
+        job.status().ranks,  # one that is resumed may have others than the line
         per_pod=per_pod,
         files=_files(launch, spec),
         only_local=launch.local_ranks_filter,
