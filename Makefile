@@ -57,7 +57,7 @@ demo-s3: setup $(STAMPS)/torch ## the same, with the store encrypted on an S3 se
 	mkdir -p build
 	$(PY) examples/node_loss/demo.py --s3 --timeout 900
 
-BENCHES := $(filter-out __init__ report gpu_%,$(basename $(notdir $(wildcard bench/*.py))))
+BENCHES := $(filter-out __init__ report cold_start gpu_%,$(basename $(notdir $(wildcard bench/*.py))))
 
 .PHONY: bench
 bench: setup ## measure barrier and store (bench/results); fails when a target is missed

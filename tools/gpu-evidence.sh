@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Everything that only a machine with an NVIDIA GPU can show, in one command, without a network and without a virtual
+# environment: what Python packages there are is used (cuda-core, cuda-bindings, nvidia-ml-py, torch, pytest, …).
+# Usage, from the project's root, as root:  tools/gpu-evidence.sh FOLDER [STAGE ...]
+# FOLDER gets the results, a log of each stage, and programs.jsonl: one line for each program. Stages, in this order:
+#   smoke       one program and the broker's own death: is anything broken?          (1 to 2 minutes)
+#   checkpoint  bench.gpu_checkpoint at 32 GiB against the state of the art           (2 to 3 minutes)
+#   overhead    bench.gpu_overhead                                                    (1 minute)
+#   cold        bench.cold_start                                                      (2 minutes)
+#   programs    tests/gpu: all programs, then the long kernel alone                   (4 to 6 minutes)
+#   sizes       bench.gpu_checkpoint at 8 and 64 GiB, and with host memory            (3 to 4 minutes)
+#   map         the GPU map: needs two GPUs                                           (1 minute)
+# Each stage is bounded, and a stage that fails does not keep the next from running. MOORAGE_COMMIT names the commit.
+set -u
+out=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+stages=${*:-smoke checkpoint overhead programs}
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root" || exit 1
+python=${PYTHON:-python3}
+commit=${MOORAGE_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
+export PYTHONPATH=$root/src:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 MOORAGE_GPU_RESULTS=$out
+
+build=$root/build/native
+if ! { cmake -S . -B "$build" -DMOORAGE_INTERCEPT=ON && cmake --build "$build" -j; } >"$out/build.log" 2>&1; then
+  tail -20 "$out/build.log"
+  exit 1
+fi
+MOORAGE_LIBCUDA_PROXY=$(find "$build" -path '*moorage-cuda-dir/libcuda.so.1' | head -1)
+export MOORAGE_LIBCUDA_PROXY
+
+failed=
+stage() { # name, seconds, command...
+  local name=$1 seconds=$2 began=$SECONDS
+  shift 2
+  # In a session of its own: what a stage that is cut off leaves behind ends with it.
+  timeout -k 20 "$seconds" "$@" >"$out/$name.log" 2>&1
+  local code=$?
+  echo "== $name: code $code, $((SECONDS - began)) s"
+  tail -"${LINES_SHOWN:-25}" "$out/$name.log" | cut -c1-400
+  cp -f bench/results/gpu_*.json bench/results/cold_start.json "$out/" 2>/dev/null
+  [ $code -eq 0 ] || failed="$failed $name"
+}
+tests() { "$python" -m pytest -p no:cacheprovider -q -rs -m gpu "$@"; }
+export -f tests
+export python
+
+for name in $stages; do
+  case $name in
+    smoke)
+      stage smoke 200 bash -c "tests -x tests/gpu/test_programs.py -k 'cupy' && tests -x tests/gpu/test_faults.py -k broker"
+      ;;
+    checkpoint) stage checkpoint 300 "$python" -m bench.gpu_checkpoint --sizes 32 --baseline 32 --host 0 --commit "$commit" ;;
+    overhead) stage overhead 150 "$python" -m bench.gpu_overhead --commit "$commit" ;;
+    cold) stage cold 240 "$python" -m bench.cold_start --commit "$commit" ;;
+    programs)
+      stage programs 420 bash -c "tests -n 4 tests/gpu/test_programs.py -k 'not long_kernel'"
+      stage long_kernel 200 bash -c "tests tests/gpu/test_programs.py -k long_kernel"
+      stage faults 420 bash -c "tests -n 2 tests/gpu/test_faults.py"
+      ;;
+    sizes) stage sizes 400 "$python" -m bench.gpu_checkpoint --sizes 8,64 --baseline 8 --host 8 --commit "$commit" ;;
+    map) stage map 150 bash -c "tests tests/gpu/test_map.py" ;;
+    *) echo "no stage $name" >&2 && failed="$failed $name" ;;
+  esac
+done
+[ -z "$failed" ] || { echo "failed:$failed" >&2; exit 1; }
