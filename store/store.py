@@ -28,7 +28,7 @@ from moorage.store.prune import Pruner, PruneResult, Terms, wait_for_rival
 from moorage.store.reader import Reader
 from moorage.store.rebuild import Rebuilt, rebuild
 from moorage.store.writer import Writer
-from moorage.store_settings import StoreSettings, wrapping_key
+from moorage.store_settings import StoreSettings, WrappingKey, wrapping_key
 
 failpoints.declare(
     *(f"store.{what}.{when}" for what in ("manifest.pod", "manifest.global", "object") for when in ("before", "after"))
@@ -64,19 +64,24 @@ class Store:
         create: bool = False,
         leases: LeaseKeeper | None = None,
         settings: StoreSettings | None = None,
+        key: WrappingKey | None = None,
     ) -> Store:
         """Open the store at ``location``: ``/path``, ``file:///path`` or ``s3://bucket/prefix``.
 
-        ``create``: make it if there is none. Raises `NotFound` (no store there), `NewerVersion`, `UsageError`,
+        ``create``: make it if there is none. ``key``: for a process whose settings name none.
+
+        Raises `NotFound` (no store there), `NewerVersion`, `UsageError`,
         `EnvironmentLacking` (no rights, no such storage, not the right key), `CorruptData`, `Unavailable`.
         """
         settings = settings or StoreSettings()
         wrapping = wrapping_key(settings)
+        if wrapping is None and key is not None:
+            wrapping = key.key
         backend = config.backend_of(location, settings)
         if create:
             config.create(backend, wrapping)
-        found, key = config.load(backend, wrapping)
-        return cls(backend, found, key, leases or FileLeases(backend, key.sealer))
+        found, own = config.load(backend, wrapping)
+        return cls(backend, found, own, leases or FileLeases(backend, own.sealer))
 
     def anew(self) -> Store:
         """The same store with nothing of its index in memory."""

@@ -21,6 +21,7 @@ from moorage.errors import Fenced, MoorageError
 from moorage.records import IncarnationRecord, Keys
 from moorage.runtime import programs
 from moorage.store import Store
+from moorage.store_settings import WrappingKey
 from moorage.worker import pod_fence, pod_record
 from moorage.worker.agent_hub import Hub
 from moorage.worker.gpu_host import NodeGpus
@@ -57,6 +58,7 @@ class Node:
     fingerprint: NodeFingerprint = field(default_factory=NodeFingerprint)
     digests: Digests = field(default_factory=Digests)
     upload: asyncio.Event = field(default_factory=asyncio.Event)  # there may be something to upload
+    store_key: WrappingKey | None = None  # of the store, where only this worker's environment had it
     closing: threading.Event = field(default_factory=threading.Event)
 
     @property

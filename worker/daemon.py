@@ -37,7 +37,7 @@ from moorage.records import Keys, NodeRecord
 from moorage.roles import Attempt
 from moorage.runtime import doctor, programs
 from moorage.store import Store, open_for_node
-from moorage.store_settings import KEY_VARIABLE
+from moorage.store_settings import KEY_VARIABLE, WrappingKey, inherited_key
 from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
 from moorage.worker import agent_faults, gpu_health, inventory, metrics, uploads
 from moorage.worker.agent import Agent
@@ -104,6 +104,7 @@ class _Daemon:
         self._session_id = secrets.token_hex(8)
         self._port = 0
         self._store_nonce = ""
+        self._store_key: WrappingKey | None = None
         self._fingerprint = NodeFingerprint()
         self._faults: gpu_health.Faults | None = None
         self._serving = False
@@ -122,6 +123,7 @@ class _Daemon:
             settings=config.store_settings,
         )
         self._store_nonce = store.nonce
+        self._store_key = await asyncio.to_thread(inherited_key, config.store_settings)
         os.environ.pop(KEY_VARIABLE, None)  # no guard and nobody's rank shall inherit it
         password = config.etcd.password()
         etcd = EtcdClient(config.etcd.endpoints, tls=config.etcd.tls, user=config.etcd.user, password=password)
@@ -141,6 +143,7 @@ class _Daemon:
             keys=keys,
             fingerprint=self._fingerprint,
             digests=Digests(Path(config.state) / "digests"),
+            store_key=self._store_key,
         )
         self._faults = node.gpus.faults
         agent = Agent(node)

@@ -168,7 +168,7 @@ async def begin(pod: Pod, attempt: int) -> None:
         nice = _NICE if record.kind == "resume" else 0
         config = pod.node.config
         await pod.node.gpus.broker.ask(
-            m.Begin(pod.container, attempt, config.store, config.store_settings, label, nice)
+            m.Begin(pod.container, attempt, config.store, config.store_settings, label, nice, pod.node.store_key)
         )
 
 
@@ -235,7 +235,14 @@ async def fill(pod: Pod, manifest: PodManifest) -> Timings:
     config = pod.node.config
     async with step("worker.gpu.fill"):
         done = await pod.node.gpus.broker.ask(
-            m.Fill(pod.container, config.store, config.store_settings, memory, dict(manifest.memory))
+            m.Fill(
+                pod.container,
+                config.store,
+                config.store_settings,
+                memory,
+                dict(manifest.memory),
+                pod.node.store_key,
+            )
         )
     pod.record.gpu_mapping = mapping(memory.devices, pod.record.gpus)
     return done.timings

@@ -40,6 +40,23 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cache_bytes: int = 64 << 30  # a worker's local copies of what lies in S3 may take so much
 
 
+class WrappingKey(msgspec.Struct, frozen=True):
+    """A wrapping key in memory. It shows nothing of itself where it is printed or logged."""
+
+    key: bytes
+
+    def __repr__(self) -> str:
+        return "WrappingKey(...)"
+
+
+def inherited_key(settings: StoreSettings, environ: Mapping[str, str] | None = None) -> WrappingKey | None:
+    """The key if the environment alone has it: what another process has to be told. Raises `UsageError`."""
+    if settings.key_file or settings.key_command:
+        return None
+    key = wrapping_key(settings, environ)
+    return WrappingKey(key) if key is not None else None
+
+
 def wrapping_key(settings: StoreSettings, environ: Mapping[str, str] | None = None) -> bytes | None:
     """The key that wraps the store's key; None: no encryption is wanted.
 

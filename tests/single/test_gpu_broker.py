@@ -12,9 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from moorage.errors import CorruptData, DeadlineExceeded, DeviceFailed, MoorageError, NoCapacity, NotFound, Unavailable
+from moorage.errors import (
+    CorruptData,
+    DeadlineExceeded,
+    DeviceFailed,
+    EnvironmentLacking,
+    MoorageError,
+    NoCapacity,
+    NotFound,
+    Unavailable,
+)
 from moorage.store import Store
-from moorage.store_settings import StoreSettings
+from moorage.store_settings import KEY_VARIABLE, StoreSettings, WrappingKey, inherited_key
 from moorage.worker.gpu import messages as m
 from moorage.worker.gpu import ring
 from moorage.worker.gpu.blocks import SavedMemory
@@ -29,11 +38,12 @@ NONE = StoreSettings()
 class Rig:
     """A broker, its device, a store and a folder for sockets."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: WrappingKey | None = None) -> None:
+        self.key = key
         self.folder = folder
         self.device = FakeDevice()
         self.location = str(folder / "store")
-        self.store = Store.open(self.location, create=True)
+        self.store = Store.open(self.location, create=True, key=key)
         self.broker = Broker(Devices(lambda _: self.device, lambda _: 0), FakeDriver)  # type: ignore[arg-type]
 
     async def attach(self, pod: str) -> Path:
@@ -49,7 +59,7 @@ class Rig:
 
     async def save(self, pod: str, attempt: int) -> m.Answer:
         """A whole checkpoint of a pod that runs on."""
-        await self.broker.do(m.Begin(pod, attempt, self.location, NONE, "test", 0))
+        await self.broker.do(m.Begin(pod, attempt, self.location, NONE, "test", 0, self.key))
         await self.broker.do(m.Quiesce(pod, attempt, 5.0))
         await self.broker.do(m.Capture(pod, attempt))
         await self.broker.do(m.BringBack(pod, 5.0))
@@ -58,11 +68,11 @@ class Rig:
         return saved
 
 
-def run(tmp_path: Path, test: Callable[[Rig], Awaitable[None]]) -> None:
+def run(tmp_path: Path, test: Callable[[Rig], Awaitable[None]], key: WrappingKey | None = None) -> None:
     async def bounded() -> None:
         FakeDriver.states.clear()
         async with asyncio.timeout(60):
-            await test(Rig(tmp_path))
+            await test(Rig(tmp_path, key))
 
     asyncio.run(bounded())
 
@@ -198,6 +208,47 @@ def test_a_process_that_does_not_come_to_rest_is_named_and_all_run_on(tmp_path: 
         await two.end()
 
     run(tmp_path, test)
+
+
+def test_a_key_that_only_the_workers_environment_had_reaches_the_broker(tmp_path: Path) -> None:
+    secret = "5a" * 32
+    key = inherited_key(NONE, {KEY_VARIABLE: secret})
+    assert key is not None and KEY_VARIABLE not in os.environ
+    assert inherited_key(StoreSettings(key_file="/x"), {KEY_VARIABLE: secret}) is None
+
+    async def test(rig: Rig) -> None:
+        from moorage.worker.gpu.client import BrokerClient
+
+        data = numbers(8, 2)
+        process = FakeProcess(await rig.attach("pod"), {1: memory(data)})
+        await rig.known("pod", len(data))
+        with pytest.raises(EnvironmentLacking, match="no key is given"):
+            await rig.broker.do(m.Begin("pod", 1, rig.location, NONE, "test", 0))
+        saved = await rig.save("pod", 1)
+        assert all(data[:64] not in pack.read_bytes() for pack in (tmp_path / "store" / "packs").iterdir())
+        await rig.broker.do(m.Detach("pod"))
+        await process.end()
+        # Another broker knows no store yet, and is told over the socket.
+        other = Broker(Devices(lambda _: rig.device, lambda _: 0), FakeDriver)  # type: ignore[arg-type]
+        ready = asyncio.Event()
+        serving = asyncio.create_task(serve(tmp_path, other, ready.set))
+        await ready.wait()
+        client = BrokerClient(tmp_path)
+        await client.ask(m.Attach("next", str(tmp_path / "next.sock"), 1, ["GPU-1"]))
+        restored = process.restored(tmp_path / "next.sock")
+        assert saved.memory is not None
+        fill = m.Fill("next", rig.location, NONE, saved.memory, saved.contents, key)
+        assert secret not in repr(fill) and str(bytes.fromhex(secret)) not in repr(fill)
+        await client.ask(fill)
+        await client.ask(m.BringBack("next", 5.0))
+        assert content(restored.blocks[1]) == data
+        await client.ask(m.Detach("next"))
+        await client.ask(m.Exit())
+        await serving
+        await client.close()
+        await restored.end()
+
+    run(tmp_path, test, key)
 
 
 def test_damaged_memory_is_found_before_any_process_has_it(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import structlog
 
 from moorage.errors import Conflict, NotFound
 from moorage.store import Store
-from moorage.store_settings import StoreSettings
 from moorage.worker.gpu import messages as m
 from moorage.worker.gpu.blocks import SavedMemory, SavedProcess, owners, saved
 from moorage.worker.gpu.device import Device
@@ -147,9 +146,11 @@ class Broker:
     def _device(self, pod: _Attached) -> Callable[[int], Device]:
         return lambda index: self._devices.get(pod.gpus[index])
 
-    async def _store(self, location: str, settings: StoreSettings) -> Store:
+    async def _store(self, request: m.Begin | m.Fill) -> Store:
+        location = request.store
         if location not in self._stores:
-            self._stores[location] = await asyncio.to_thread(Store.open, location, settings=settings)
+            opening = asyncio.to_thread(Store.open, location, settings=request.settings, key=request.key)
+            self._stores[location] = await opening
         return self._stores[location]
 
     # -- a checkpoint
@@ -158,7 +159,7 @@ class Broker:
         if pod.saving is not None and pod.saving[0] == request.attempt:
             return m.Answer(id=0)
         await self._end_saving(pod)
-        store = await self._store(request.store, request.settings)
+        store = await self._store(request)
         make = Saving(store, label=request.label, nice=request.nice)
         await asyncio.to_thread(self._warm, pod)
         pod.saving = request.attempt, make
@@ -260,7 +261,7 @@ class Broker:
         memory = pod.memory
         if memory.blocks or memory.expected:
             return m.Answer(id=0)
-        store = await self._store(request.store, request.settings)
+        store = await self._store(request)
         began = time.monotonic()
         blocks = await asyncio.to_thread(fill, store, request.memory.blocks, request.contents, self._device(pod))
         memory.take(request.memory.processes, blocks)

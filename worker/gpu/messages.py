@@ -9,7 +9,7 @@ import msgspec
 
 from moorage.errors import WireError
 from moorage.store import Content
-from moorage.store_settings import StoreSettings
+from moorage.store_settings import StoreSettings, WrappingKey
 from moorage.worker.gpu.blocks import SavedMemory
 
 SOCKET_FILE = "broker.sock"
@@ -34,7 +34,7 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Open the store for an attempt; before the pause."""
+    """Open the store for an attempt; before the pause. ``key``: if the settings do not name it, as in `Fill`."""
 
     pod: str
     attempt: int
@@ -42,6 +42,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     settings: StoreSettings
     label: str
     nice: int
+    key: WrappingKey | None = None
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True):
@@ -89,6 +90,7 @@ class Fill(msgspec.Struct, frozen=True, tag=True):
     settings: StoreSettings
     memory: SavedMemory
     contents: dict[str, Content]
+    key: WrappingKey | None = None
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
