@@ -209,7 +209,13 @@ def test_a_shell_completes_the_names_of_jobs_and_nodes(
     coordinator.state.add("digits")
     coordinator.state.add("letters")
     program = [sys.executable, "-P", "-m", "moorage.cli.main"]
-    for typed, wanted in (("moorage park dig", "digits"), ("moorage drain n-", "n-1\nn-2"), ("moorage wait x", "")):
+    for typed, wanted in (
+        ("moorage park dig", "digits"),
+        ("moorage drain n-", "n-1\nn-2"),
+        ("moorage wait x", ""),
+        ("moorage move digits --to n-1,", "n-1,n-2"),
+        ("moorage events let", "letters"),
+    ):
         environment = os.environ | {
             "_MOORAGE_COMPLETE": "complete_bash",
             "COMP_WORDS": typed,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from moorage.cli import completing
 from moorage.cli.options import CheckpointArgument, DryRun, Output, client, output_format
 from moorage.cli.output import bytes_text, progress, remark, when, write
 from moorage.cli.values import human_seconds
@@ -29,7 +30,10 @@ COLUMNS = [
 
 
 def checkpoints(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Only this job's.")] = "", output: Output = None
+    job: Annotated[
+        str, typer.Argument(metavar="[JOB]", help="Only this job's.", autocompletion=completing.all_job_names)
+    ] = "",
+    output: Output = None,
 ) -> None:
     """List committed checkpoints, oldest first."""
     form = output_format(output)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from moorage.cli import completing
 from moorage.cli.options import DryRun, Output, client, local_output_format, output_format
 from moorage.cli.output import bytes_text, progress, remark, write
 from moorage.cli.values import seconds
@@ -161,7 +162,7 @@ def down(name: Name = "dev", dry_run: DryRun = False, output: Output = None) -> 
 
 
 def destroy(
-    node: Annotated[str, typer.Argument(metavar="NODE")],
+    node: Annotated[str, typer.Argument(metavar="NODE", autocompletion=completing.node_names)],
     name: Name = "dev",
     dry_run: DryRun = False,
     output: Output = None,

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from moorage.cli import completing
 from moorage.cli.options import Output, client, local_output_format, output_format
 from moorage.cli.output import progress, write
 from moorage.errors import Incompatible, Refused, UsageError
@@ -34,8 +35,12 @@ _FINDING_COLUMNS = [
 
 
 def compat(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id.")] = "",
-    node: Annotated[str, typer.Argument(metavar="NODE", help="A node's name.")] = "",
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id.", autocompletion=completing.checkpoint_ids)
+    ] = "",
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="A node's name.", autocompletion=completing.node_names)
+    ] = "",
     rules: Annotated[bool, typer.Option("--rules", help="Print the table of rules instead.")] = False,
     output: Output = None,
 ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from moorage.cli import completing
-from moorage.cli.options import DryRun, JobArgument, Output, client, confirm, output_format
+from moorage.cli.options import AnyJobArgument, DryRun, JobArgument, Output, client, confirm, output_format
 from moorage.cli.output import age, bytes_text, line, progress, remark, when, write
 from moorage.cli.values import human_seconds, seconds
 from moorage.errors import DeadlineExceeded, NotFound, UsageError
@@ -81,7 +81,9 @@ def park(job: JobArgument, dry_run: DryRun = False, output: Output = None) -> No
 
 def move(
     job: JobArgument,
-    to: Annotated[str, typer.Option("--to", metavar="NODE,...", help="Where to.")] = "",
+    to: Annotated[
+        str, typer.Option("--to", metavar="NODE,...", help="Where to.", autocompletion=completing.node_list)
+    ] = "",
     dry_run: DryRun = False,
     output: Output = None,
 ) -> None:
@@ -98,9 +100,16 @@ def move(
 
 
 def restore(
-    job: JobArgument,
-    checkpoint: Annotated[str, typer.Option(help="Which checkpoint (default: the newest).")] = "",
-    on: Annotated[str, typer.Option("--on", metavar="NODE,...", help="Where (default: moorage chooses).")] = "",
+    job: AnyJobArgument,
+    checkpoint: Annotated[
+        str, typer.Option(help="Which checkpoint (default: the newest).", autocompletion=completing.checkpoint_ids)
+    ] = "",
+    on: Annotated[
+        str,
+        typer.Option(
+            "--on", metavar="NODE,...", help="Where (default: moorage chooses).", autocompletion=completing.node_list
+        ),
+    ] = "",
     if_incompatible: Annotated[
         str, typer.Option(help="fail or cold-start, where it fits no node (default: as the job was submitted).")
     ] = "",
@@ -145,7 +154,7 @@ def delete(
     jobs: Annotated[
         list[str],
         typer.Argument(
-            metavar="JOB...", help="Names or ids of jobs that are over.", autocompletion=completing.job_names
+            metavar="JOB...", help="Names or ids of jobs that are over.", autocompletion=completing.all_job_names
         ),
     ],
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
@@ -176,7 +185,7 @@ def delete(
 
 
 def wait(
-    job: JobArgument,
+    job: AnyJobArgument,
     timeout: Annotated[str, typer.Option(help="Give up after so long.")] = "",
     output: Output = None,
 ) -> None:
@@ -206,7 +215,10 @@ def jobs(
 
 
 def show(
-    thing: Annotated[str, typer.Argument(metavar="THING", help="A job, node or checkpoint.")], output: Output = None
+    thing: Annotated[
+        str, typer.Argument(metavar="THING", help="A job, node or checkpoint.", autocompletion=completing.things)
+    ],
+    output: Output = None,
 ) -> None:
     """Show one job, node or checkpoint in full."""
     form = output_format(output)
@@ -224,7 +236,9 @@ def show(
 
 
 def events(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="A job's name or id.")] = "",
+    job: Annotated[
+        str, typer.Argument(metavar="[JOB]", help="A job's name or id.", autocompletion=completing.all_job_names)
+    ] = "",
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job is over.")] = False,
     audit: Annotated[bool, typer.Option("--audit", help="Who asked for what, allowed or refused.")] = False,
     output: Output = None,
@@ -239,7 +253,7 @@ def events(
 
 
 def logs(
-    job: JobArgument,
+    job: AnyJobArgument,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job is over.")] = False,
     rank: Annotated[int, typer.Option(help="Only this rank.")] = -1,
     output: Output = None,
@@ -267,7 +281,7 @@ def logs(
 
 
 def pull(
-    job: JobArgument,
+    job: AnyJobArgument,
     path: Annotated[str, typer.Argument(help="Path in the job (default: what changed in its folder).")] = "",
     to: Annotated[Path, typer.Option("--to", help="Folder to write into.")] = Path(),
     output: Output = None,

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from moorage.cli import completing
 from moorage.cli.job_file import read_job_file, spec_of
 from moorage.cli.options import DryRun, Output, client, output_format
 from moorage.cli.output import message_fields, remark, write
@@ -61,7 +62,9 @@ def run(
     hook: Annotated[
         list[str] | None, typer.Option(help="EVENT=SIGNAL for the ranks: before-checkpoint, after-restore, …")
     ] = None,
-    on: Annotated[str | None, typer.Option(help="Only on these nodes: NODE,NODE.")] = None,
+    on: Annotated[
+        str | None, typer.Option(help="Only on these nodes: NODE,NODE.", autocompletion=completing.node_list)
+    ] = None,
     dry_run: DryRun = False,
     output: Output = None,
 ) -> None:

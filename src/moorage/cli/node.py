@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from moorage.cli import completing
 from moorage.cli.options import Output, client, local_output_format, output_format
 from moorage.cli.output import remark, when, write
 from moorage.cli.values import pairs, seconds
@@ -89,7 +90,9 @@ def leave(folder: Folder = _FOLDER, unit: Unit = _UNIT) -> None:
     remark("this machine is no node any more")
 
 
-def remove(node: Annotated[str, typer.Argument(metavar="NODE")], output: Output = None) -> None:
+def remove(
+    node: Annotated[str, typer.Argument(metavar="NODE", autocompletion=completing.node_names)], output: Output = None
+) -> None:
     """Revoke the certificates of a node that is gone for good, and its access to etcd."""
     form = output_format(output)
     with client() as api:

@@ -23,7 +23,13 @@ Output = Annotated[
 JobArgument = Annotated[
     str, typer.Argument(metavar="JOB", help="A job's name or id.", autocompletion=completing.job_names)
 ]
-CheckpointArgument = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id.")]
+#: One that may be over as well.
+AnyJobArgument = Annotated[
+    str, typer.Argument(metavar="JOB", help="A job's name or id.", autocompletion=completing.all_job_names)
+]
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's id.", autocompletion=completing.checkpoint_ids)
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and change nothing.")]
 
 #: Flags given before the command (`moorage --coordinator HOST:PORT jobs`), by `moorage.config` name.
