@@ -1,6 +1,8 @@
 // Packets with descriptors over a unix socket.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -25,7 +27,7 @@ struct Identity {
 Identity identity(const char* path);
 
 // -1: nobody listens there.
-int connect(const char* path);
+int connect(const char* path, int type = SOCK_SEQPACKET);
 
 // A header, a structure, text and at most one descriptor, as one packet. False: the connection is of no more use.
 bool send(int socket, wire::Type type, std::uint64_t request, const void* body, std::size_t size,

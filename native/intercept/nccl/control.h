@@ -1,0 +1,13 @@
+// The conversation with the worker: one thread that connects to its socket and does what it is told.
+#pragma once
+
+namespace moorage::nccl::control {
+
+// Start the thread when there is a socket to connect to. Safe to call more than once and from several threads.
+void start();
+
+void before_fork();
+void after_fork_in_parent();
+void after_fork_in_child();
+
+}  // namespace moorage::nccl::control

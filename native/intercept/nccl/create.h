@@ -1,0 +1,33 @@
+// How communicators come about: non-blocking underneath, so that a creation can stand still and be taken back.
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "comm.h"
+
+namespace moorage::nccl::create {
+
+// Make these together (one, or all of a group). Returns when they are there; for non-blocking ones at once.
+int make(std::vector<Making>& makings, bool grouped);
+
+// Look whether what the job does not wait for is over, unless it stands still. Under the lock.
+void look(Gate::Lock& lock, Pending& pending);
+
+// Take a creation back, and answer which real communicators are to be aborted. Under the lock.
+std::vector<void*> take_back(Gate::Lock& lock, Call& call);
+// The gate is open: what was taken back and nobody waits for is begun again.
+void begin_again();
+
+// The unique ids that take the place of those the job knows, by name. Under the lock.
+void renew(const std::string& name, const UniqueId& id);
+
+Comm* fresh_comm(int size, int rank, const void* config);
+std::string name_of(const std::vector<UniqueId>& ids);
+Member* fresh_member(Comm* owner, std::string_view name, int member, int size);
+
+// Call NCCL for one of them. What `real` points to is filled in at once or when the group ends.
+int init(Comm& comm, const std::vector<UniqueId>& ids);
+
+}  // namespace moorage::nccl::create
