@@ -136,10 +136,11 @@ async def _release(fleet: Fleet, rounds: Rounds) -> None:
 
 
 def _named(fleet: Fleet, abort: Abort) -> str:
-    """The reason, with who is meant where a number is no rank's."""
+    """The reason with all who are behind, as far as people read; and who is meant where a number is no rank's."""
     about = [short.rank for short in abort.behind] + [rank for rank, _ in (*abort.inside, *abort.undrained)]
     strange = [rank for rank in dict.fromkeys(about) if rank not in {p.rank for p in fleet.processes.values()}]
-    return abort.reason + "".join(f"; {fleet.name(rank)}" for rank in strange[:4])
+    more = "".join(f"; {short}" for short in abort.behind[1:8] if str(short) not in abort.reason)
+    return abort.reason + more + "".join(f"; {fleet.name(rank)}" for rank in strange[:4])
 
 
 async def open_again(leader: Leader, job: Job, incarnation: int) -> None:

@@ -223,11 +223,11 @@ def saved(pod: Pod) -> dict[str, Any]:
 
 async def quiesce(pod: Pod, request: worker_pb2.QuiesceRequest) -> worker_pb2.QuiesceReply:
     """One step of the cut, as the coordinator asks. Raises `Unavailable`, `DeviceFailed`, `NotFound`."""
+    if request.step == "round" and pod.nccl is not None:  # also of a pod that has exited meanwhile: its counts stand
+        return worker_pb2.QuiesceReply(answers=await pod.nccl.round(request.orders, request.seconds))
     if not has(pod) or pod.gone:
         return worker_pb2.QuiesceReply(status=pod.status())
     own = processes(pod)
-    if request.step == "round":
-        return worker_pb2.QuiesceReply(answers=await own.round(request.orders, request.seconds))
     if request.step in ("look", "back"):
         if request.step == "look" and pod.record.phase in _PHASES_STILL:
             return worker_pb2.QuiesceReply(status=pod.status(), parted=True)

@@ -172,7 +172,7 @@ class PodProcesses:
                 report = await process.obey(order, seconds)
             except Unavailable as error:
                 log.info("no report", pod=self.label, pid=process.pid, error=str(error))
-                return None
+                report = process.final(order)
             return None if report is None else control.encode(report)
 
         answers = await asyncio.gather(*(one(number, body) for number, body in orders.items()))

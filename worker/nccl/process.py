@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
+
 from moorage.errors import Unavailable
 from moorage.nccl_quiesce import control, wire
 from moorage.nccl_quiesce.model import Order, Phase, Snapshot
@@ -31,6 +33,7 @@ class NcclProcess:
         """A new connection of the process."""
         self.link = link
         self.attempt, self.round, self.phase = hello.attempt, hello.round, wire.PHASES[hello.phase]
+        self.last: Snapshot | None = None
         self.torn = hello.torn
         self.over = hello.attempt if self.phase == "open" else 0
         self.rank = world_rank(link.host_pid)
@@ -62,7 +65,24 @@ class NcclProcess:
 
     async def _obey(self, order: Order, seconds: float) -> Snapshot | None:
         report = await self.link.command(lambda request: wire.Obey.of(request, order), wire.Report, seconds=seconds)
-        return report.snapshot(self.rank)
+        found = report.snapshot(self.rank)
+        self.last = found or self.last
+        return found
+
+    def final(self, order: Order) -> Snapshot | None:
+        """The answer of a process that has exited, as it reported last; None while it is there."""
+        if self.last is None or self.connected or self.alive():
+            return None
+        return msgspec.structs.replace(
+            self.last,
+            attempt=order.attempt,
+            round=order.round,
+            held=(),
+            inside=(),
+            entering=0,
+            undrained=(),
+            exited=True,
+        )
 
     async def look(self, seconds: float = _ANSWER_SECONDS) -> control.Process:
         """The process as it is; nothing changes. Raises `Unavailable`, `DeviceFailed`."""
