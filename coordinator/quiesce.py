@@ -49,8 +49,8 @@ _BACK_SECONDS = 60.0
 _DESTROY_SECONDS = 60.0
 _REBUILD_SECONDS = 60.0
 _OPEN_SECONDS = 30.0
-#: Pauses before communicators that could not be made are tried again.
-_AGAIN_SECONDS = (0.2, 1.0, 3.0)
+#: How long communicators that could not be made are tried again: longer than a process waits in vain for others.
+_AGAIN_SECONDS = 90.0
 #: Over a network, unlike in the simulation, an answer may take its time.
 PACE = Pace(shortest=0.002, longest=0.05, again=1.0)
 
@@ -77,9 +77,7 @@ async def _fleet(leader: Leader, job: Job, incarnation: int) -> AsyncIterator[Fl
 
 def wanted(job: Job) -> bool:
     """Whether the job can have communicators."""
-    spec = job.spec
-    ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
-    return control.has_communicators(ranks=ranks, gpus_per_pod=spec.gpus_per_pod, env=spec.env)
+    return control.has_communicators(job.spec.env)
 
 
 async def close(leader: Leader, job: Job, incarnation: int, seconds: float) -> None:
@@ -152,17 +150,20 @@ async def open_again(leader: Leader, job: Job, incarnation: int) -> None:
         return
     async with _fleet(leader, job, incarnation) as fleet:
         await fleet.look(_BACK_SECONDS, step="back")
-        for pause in _AGAIN_SECONDS:
+        until, pause = clock.now() + _AGAIN_SECONDS, 0.2
+        while True:
             try:
                 await _make(fleet, job)
                 break
             except Failure as error:
-                # A worker that died has left processes that were made anew and processes that were not.
+                # A worker that died has left processes that have their communicators, and others that wait for these
+                # until their time is over.
+                if clock.now() >= until:
+                    raise
                 job.log.info("communicators not made anew yet", error=str(error))
-                await asyncio.sleep(pause)
-                await fleet.look(_BACK_SECONDS, step="back")
-        else:
-            await _make(fleet, job)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 3.0)
+            await fleet.look(_BACK_SECONDS, step="back")
         if any(process.closed for process in fleet.processes.values()):
             rounds = Rounds(fleet.ranks, attempt=fleet.newest + 1, cut=Cut(), pace=PACE)
             async with _step("open"):

@@ -15,7 +15,7 @@ from moorage.nccl_quiesce.model import Snapshot
 
 T = TypeVar("T")
 
-#: A job that has communicators although it asks for no GPUs says so by this variable in its environment.
+#: A job that has communicators says so by this variable in its environment, as long as this was not seen on GPUs.
 VARIABLE = "MOORAGE_NCCL"
 
 
@@ -88,11 +88,6 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise CorruptData(f"this is no {kind.__name__} of the consistent cut: {error}") from None
 
 
-def has_communicators(*, ranks: int, gpus_per_pod: int, env: Mapping[str, str]) -> bool:
-    """Whether a job can have NCCL communicators that a checkpoint must look after.
-
-    One rank with one GPU has no partner. ``env``: what the job's owner gave.
-    """
-    if env.get(VARIABLE, "") not in ("", "0"):
-        return True
-    return gpus_per_pod > 1 or (gpus_per_pod == 1 and ranks > 1)
+def has_communicators(env: Mapping[str, str]) -> bool:
+    """Whether a job has NCCL communicators that a checkpoint must look after. ``env``: what the job's owner gave."""
+    return env.get(VARIABLE, "") not in ("", "0")

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
 FOLDER = "/.moorage-nccl"
 SOCKET_FILE = "nccl.sock"
 _COPIES = "nccl"
+_BUILT, _VARIABLE = "intercept/nccl", "MOORAGE_LIBNCCL_PROXY"
 _PHASES_STILL = ("frozen", "sealed", "captured")
 
 
 def has(pod: Pod) -> bool:
     """Whether the pod can have communicators."""
-    spec = pod.spec
-    ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
-    return control.has_communicators(ranks=ranks, gpus_per_pod=spec.gpus_per_pod, env=spec.env)
+    return control.has_communicators(pod.spec.env)
 
 
 def _folder(pod: Pod) -> Path:
@@ -71,14 +70,15 @@ def _note(pod: Pod) -> None:
 def lay(pod: Pod, upper: Path) -> None:
     """Find the job's libraries and put a copy of the proxy for each into the pod's upper layer.
 
-    Where this node has no proxy the job goes on without: then nothing is known of its communicators.
+    Raises `EnvironmentLacking` for a pod with GPUs on a node without the proxy: no checkpoint could be made of it.
     """
     if not has(pod):
         return
-    if (proxy := _proxy()) is None:
-        pod.log.warning("this node has no proxy for NCCL")
-        return
     spec = pod.spec
+    if (proxy := _proxy()) is None:
+        if spec.gpus_per_pod:
+            native.find(libraries.NAME, _BUILT, variable=_VARIABLE)
+        return  # its ranks bring a stand-in of their own
     environment = {**pod_user.resolve(spec).environment(), **rank_environment(spec, "", pod.record.pod, 0, "")}
     root = Path(spec.image) if spec.image else Path("/")
     found = libraries.find(pod_user.command_paths(spec), environment, root=root)
@@ -95,7 +95,7 @@ def lay(pod: Pod, upper: Path) -> None:
 
 def _proxy() -> Path | None:
     try:
-        return native.find(libraries.NAME, "intercept/nccl", variable="MOORAGE_LIBNCCL_PROXY")
+        return native.find(libraries.NAME, _BUILT, variable=_VARIABLE)
     except EnvironmentLacking:
         return None
 

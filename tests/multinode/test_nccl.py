@@ -120,5 +120,6 @@ def test_a_job_with_communicators_is_saved_moved_and_survives_every_death() -> N
                     break
             assert not cluster.armed(), cluster.armed()
         ranks.job.checkpoint()
-        assert ranks.job.status().incarnation == incarnation, [event.sentence for event in ranks.job.events()]
+        story = "\n".join(event.sentence for event in ranks.job.events())
+        assert ranks.job.status().incarnation == incarnation, story
         ranks.end()

@@ -154,6 +154,7 @@ class Nccl:
         self._fresh: dict[str, bytes] = {}
         self._torn = False
         self._incarnation, self._rank = 0, -1
+        self._busy = threading.Lock()
         threading.Thread(target=self._converse, daemon=True).start()
 
     # ---- what the program calls
@@ -279,14 +280,18 @@ class Nccl:
         return tuple(f"stream of {c.name}" for c in self._communicators.values() if c.pending)
 
     def _long(self, message: wire.Teardown | wire.Rebuild, send: Callable[[wire.FromProcess], None]) -> None:
-        try:
-            if isinstance(message, wire.Teardown):
-                self._teardown(message)
-            else:
-                self._rebuild(message)
-            answer: wire.FromProcess = wire.Done(message.request)
-        except Exception as error:
-            answer = wire.Failed(message.request, wire.REFUSED_BY_NCCL, str(error))
+        answer: wire.FromProcess = wire.Failed(message.request, wire.WRONG_STATE, "another command is under way")
+        if self._busy.acquire(blocking=False):
+            try:
+                if isinstance(message, wire.Teardown):
+                    self._teardown(message)
+                else:
+                    self._rebuild(message)
+                answer = wire.Done(message.request)
+            except Exception as error:
+                answer = wire.Failed(message.request, wire.REFUSED_BY_NCCL, str(error))
+            finally:
+                self._busy.release()
         with contextlib.suppress(OSError):
             send(answer)
 

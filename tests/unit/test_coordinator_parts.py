@@ -179,6 +179,8 @@ def test_kinds_are_told_in_a_users_words() -> None:
 def test_ranks_that_would_share_a_communicator_are_refused_before_anything_is_made() -> None:
     with pytest.raises(Refused, match="2 ranks with GPUs"):
         complete(JobSpec(command=["true"], gpus_per_pod=1, pods=2), "user:me", "j1")
+    tried = JobSpec(command=["true"], gpus_per_pod=1, pods=2, env={"MOORAGE_NCCL": "1"})
+    assert complete(tried, "user:me", "j1").pods == 2
     assert complete(JobSpec(command=["true"], gpus_per_pod=2), "user:me", "j1").gpus_per_pod == 2
 
 
