@@ -19,7 +19,7 @@ from moorage.coordinator.machine.state import job_of
 from moorage.coordinator.persist import compare_generation
 from moorage.errors import Conflict, CorruptData, MoorageError, NotFound, Unavailable
 from moorage.records import CheckpointRecord
-from moorage.store import CheckResult, GlobalManifest, PodManifest, PruneResult, Store, forget
+from moorage.store import CheckResult, GlobalManifest, PodManifest, PruneResult, Store, forget, missing_is_damage
 from moorage.store.manifests import image_kind
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ class Checkpoints:
         record = await self.get(checkpoint)
         if record.pods:
             return record.pods
-        manifest = await asyncio.to_thread(self._leader.store.read_global_manifest, record.manifest)
+        with missing_is_damage():
+            manifest = await asyncio.to_thread(self._leader.store.read_global_manifest, record.manifest)
         return manifest.pods
 
     @contextlib.asynccontextmanager
@@ -161,7 +162,9 @@ class Checkpoints:
         holding = self._leader.store.protect(record.manifest, label=f"restore of {checkpoint}")
         taken = asyncio.ensure_future(asyncio.to_thread(holding.__enter__))
         try:
-            yield (await asyncio.shield(taken)).pods
+            with missing_is_damage():
+                names = (await asyncio.shield(taken)).pods
+            yield names
         finally:
             # Not awaited: whoever cancels a restore is not to wait for the store.
             task = asyncio.create_task(_release(taken, holding))
@@ -173,7 +176,8 @@ class Checkpoints:
         record = await self.get(checkpoint)
         if record.pods:
             return  # not in the store yet: the nodes have it
-        result = await asyncio.to_thread(self._leader.store.check, record.manifest, read_data=False)
+        with missing_is_damage():
+            result = await asyncio.to_thread(self._leader.store.check, record.manifest, read_data=False)
         if result.problems:
             raise CorruptData(
                 f"checkpoint {checkpoint} is damaged: {result.problems[0]}",
@@ -208,8 +212,9 @@ class Checkpoints:
         store = self._leader.store
 
         def manifests() -> tuple[GlobalManifest, list[PodManifest]]:
-            whole = store.read_global_manifest(record.manifest)
-            return whole, [store.read_pod_manifest(name) for name in whole.pods]
+            with missing_is_damage():
+                whole = store.read_global_manifest(record.manifest)
+                return whole, [store.read_pod_manifest(name) for name in whole.pods]
 
         whole, pods = await asyncio.to_thread(manifests)
         return record, whole, pods
@@ -251,7 +256,8 @@ class Checkpoints:
 
         def work() -> CheckResult:
             try:
-                return self._leader.store.check(record.manifest, read_data=read_data, progress=progress)
+                with missing_is_damage():
+                    return self._leader.store.check(record.manifest, read_data=read_data, progress=progress)
             finally:
                 loop.call_soon_threadsafe(news.put_nowait, None)
 

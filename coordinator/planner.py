@@ -162,7 +162,7 @@ def _spread(wish: Wish, places: list[Place]) -> list[str]:
             told = "; ".join(f"{node}: {wish.misfits[pod, node]}" for node in room)
             raise Incompatible(f"pod {pod} fits no node that is left ({told})", _COMPAT.format(node="NODE"))
         if not fits:
-            raise _no_room(wish, places, free)
+            raise _no_room(wish, places, free, len(chosen))
         last = wish.prefer[pod] if pod < len(wish.prefer) else ""
         node = min(fits, key=lambda n: (mine[n], mine[n] + pods[n], n != last, order[n]))
         chosen.append(node)
@@ -182,7 +182,8 @@ def _kept(chosen: list[str], prefer: Sequence[str]) -> list[str]:
     return [node or left.pop(0) for node in seats]
 
 
-def _no_room(wish: Wish, places: list[Place], free: Mapping[str, Need]) -> NoCapacity:
+def _no_room(wish: Wish, places: list[Place], free: Mapping[str, Need], placed: int) -> NoCapacity:
+    """``free``: the room that is left beside the ``placed`` pods that have found theirs."""
     nodes = _nodes([p.node for p in places])
     need = wish.need
     if need.gpus and all(need.gpus > room.gpus for room in free.values()):
@@ -194,7 +195,8 @@ def _no_room(wish: Wish, places: list[Place], free: Mapping[str, Need]) -> NoCap
         )
     lacks = "; ".join(f"{node}: {need.short(room)}" for node, room in list(free.items())[:4])
     what = f"{wish.pods} pods do" if wish.pods != 1 else "the pod does"
-    return NoCapacity(f"{what} not fit on {nodes} ({lacks})", "ask for less, or wait until others have ended")
+    beside = f": {placed} of them do, and then there is no room" if placed else ""
+    return NoCapacity(f"{what} not fit on {nodes}{beside} ({lacks})", "ask for less, or wait until others have ended")
 
 
 def _nodes(names: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ whichever leases have expired. Leases and ages only see to it that a running att
 from __future__ import annotations
 
 from moorage.store.check import CheckResult, Usage
+from moorage.store.damage import missing_is_damage
 from moorage.store.leases import Lease, LeaseInfo, LeaseKeeper
 from moorage.store.manifests import Chunk, Content, GlobalManifest, PodManifest
 from moorage.store.prune import PruneResult
@@ -50,5 +51,6 @@ __all__ = [
     "WriteStats",
     "Writer",
     "forget",
+    "missing_is_damage",
     "open_for_node",
 ]

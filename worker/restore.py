@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from moorage.errors import CorruptData, MoorageError
-from moorage.store import Content, PodManifest
+from moorage.store import Content, PodManifest, missing_is_damage
 from moorage.worker import (
     attempt_capture,
     backlog,
@@ -49,7 +49,8 @@ async def restore(pod: Pod) -> Timings:
     staging: Path | None = None
     filling: asyncio.Task[Timings] | None = None
     try:
-        manifest = await asyncio.to_thread(pod.node.store.read_pod_manifest, pod.record.manifest)
+        with missing_is_damage():
+            manifest = await asyncio.to_thread(pod.node.store.read_pod_manifest, pod.record.manifest)
         _check(pod, manifest)
         pod_nccl.come_back(pod, manifest.extra)
         async with step("worker.restore.verify"):

@@ -187,6 +187,9 @@ def _files(store: Path, kind: str) -> set[Path]:
 
 
 def _alter(path: Path, how: str) -> None:
+    if how == "lose":
+        path.unlink()
+        return
     data = bytearray(path.read_bytes())
     if how == "cut":
         del data[len(data) // 2 :]
@@ -215,7 +218,8 @@ def test_a_damaged_checkpoint_is_refused_and_an_older_one_still_works(
     newest = job.park()
     new = {kind: min(_files(store, kind) - files) for kind, files in before.items()}
     # The index first: a node that has read it once needs it no more.
-    for kind, how in [("index", "flip"), ("packs", "flip"), ("packs", "cut"), ("pods", "cut"), ("checkpoints", "flip")]:
+    damages = [("index", "flip"), ("packs", "flip"), ("packs", "cut"), ("pods", "cut"), ("checkpoints", "flip")]
+    for kind, how in [*damages, ("pods", "lose"), ("checkpoints", "lose")]:
         sound = tmp_path / "sound"
         shutil.copy2(new[kind], sound)
         _alter(new[kind], how)

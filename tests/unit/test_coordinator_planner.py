@@ -79,6 +79,12 @@ def test_slots_cores_and_memory_are_given_away_once() -> None:
         place(Wish(pods=3, cpus_per_pod=2), places)
 
 
+def test_of_too_many_pods_it_is_told_how_many_there_is_room_for() -> None:
+    told = r"5 pods do not fit on nodes a, b: 4 of them do, and then there is no room \(a: 0 cores free, 1 needed; b"
+    with pytest.raises(NoCapacity, match=told):
+        place(Wish(pods=5, cpus_per_pod=1), [Place(node="a", cpus=2), Place(node="b", cpus=2)])
+
+
 def test_nothing_is_placed_on_a_cordoned_node_even_when_it_is_named() -> None:
     places = [Place(node="a", cordoned=True), Place(node="b")]
     assert place(Wish(pods=2, prefer=["a", "a"]), places) == ["b", "b"]
