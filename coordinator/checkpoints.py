@@ -110,6 +110,18 @@ async def _release(taken: asyncio.Future[GlobalManifest], holding: contextlib.Ab
         await asyncio.to_thread(holding.__exit__, None, None, None)
 
 
+def _in_the_way(kept: list[CheckpointRecord], error: MoorageError) -> MoorageError:
+    """What keeps a prune from knowing what is needed, by the checkpoint's name if it is one."""
+    for record in kept:
+        if record.manifest and record.manifest in error.message:
+            return CorruptData(
+                f"nothing was pruned: checkpoint {record.checkpoint} is damaged ({error.message})",
+                "put that file back from a copy; or let the checkpoint go with its job, once that is over: "
+                f"moorage delete {record.job}",
+            )
+    return error
+
+
 class Checkpoints:
     """All checkpoints of the cluster, as etcd holds them."""
 
@@ -324,7 +336,7 @@ class Checkpoints:
     async def prune(self, *, dry_run: bool) -> tuple[list[CheckpointRecord], PruneResult]:
         """Remove from the store what no checkpoint needs; returns the checkpoints that are kept, and what was done.
 
-        Raises `Fenced`, `NotFound` (a kept manifest is missing), `Unavailable`.
+        Raises `Fenced`, `CorruptData` (what is needed cannot be told, for a checkpoint is damaged), `Unavailable`.
         """
         async with self._pruning:
             # Before the generation is raised: what only a prune of that generation condemned may still be needed.
@@ -337,15 +349,18 @@ class Checkpoints:
             # What is still being uploaded has no manifest to keep yet; the uploads' leases protect it.
             names = {record.manifest for record in kept if not record.pods}
             forgotten = self._forgotten
-            result = await asyncio.to_thread(
-                self._leader.store.prune,
-                names,
-                generation=generation,
-                protect_after=time.time() - PROTECT,
-                dry_run=dry_run,
-                condemned=condemned,
-                keep_pods={pod for record in kept for pod in record.pods},
-            )
+            try:
+                result = await asyncio.to_thread(
+                    self._leader.store.prune,
+                    names,
+                    generation=generation,
+                    protect_after=time.time() - PROTECT,
+                    dry_run=dry_run,
+                    condemned=condemned,
+                    keep_pods={pod for record in kept for pod in record.pods},
+                )
+            except (NotFound, CorruptData) as error:
+                raise _in_the_way(kept, error) from error
             if not dry_run:
                 self._forgotten -= forgotten
                 log.info("pruned", generation=generation, kept=len(kept), freed=result.bytes_freed)

@@ -203,7 +203,7 @@ class Pruner:
                 if name in self._terms.keep:
                     raise NotFound(
                         f"checkpoint manifest {name} should be kept but is missing",
-                        "forget that checkpoint, then prune again; nothing was deleted",
+                        "put it back from a copy, or forget its checkpoint; nothing was deleted",
                     ) from None
         chunks: dict[bytes, int] = {}
         for path, required in pods.items():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moorage.coordinator import checkpoints, ended
-from moorage.errors import Conflict, Forbidden, NotFound, UsageError
+from moorage.errors import Conflict, CorruptData, Forbidden, NotFound, UsageError
 from moorage.store import Store
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2, worker_pb2
@@ -167,6 +167,13 @@ def test_a_checkpoint_is_listed_inspected_checked_and_pinned(tell: Callable[...,
         assert not (await cluster.call("PinCheckpoint", pb.PinRequest(checkpoint=name, unpin=True))).pinned
         with pytest.raises(NotFound, match="no checkpoint 'nothing'"):
             await cluster.call("InspectCheckpoint", pb.CheckpointRef(checkpoint="nothing"))
+        for manifest in (Path(cluster.store) / "checkpoints").iterdir():
+            manifest.unlink()
+        with pytest.raises(CorruptData, match="is missing, though the checkpoint needs it"):
+            await cluster.call("InspectCheckpoint", pb.CheckpointRef(checkpoint=name))
+        with pytest.raises(CorruptData, match=f"nothing was pruned: checkpoint {name} is damaged") as raised:
+            await cluster.call("Prune", pb.PruneRequest())
+        assert f"moorage delete {job}" in raised.value.hint
 
     tell(story)
 
