@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from moorage.cli.rank_files import RankFiles, in_folder, outputs
 from moorage.cli.torchrun import _meeting_name, make_spec
-from moorage.cli.torchrun_flags import REFUSED, Launch, parse, parser, processes
+from moorage.cli.torchrun_flags import REFUSED, Launch, environment_defaults, parse, parser, processes
 from moorage.coordinator.client import torchrun_spec
 from moorage.errors import UsageError
 from moorage.v1 import types_pb2
@@ -161,6 +162,39 @@ def test_every_flag_of_the_installed_torchrun_is_honoured() -> None:
         assert set(action.option_strings) <= mine, action.option_strings
 
 
+#: Values that a flag takes, where 3 is none.
+_VALUES = {
+    "start_method": "fork",
+    "rdzv_backend": "c10d",
+    "nnodes": "3",
+    "event_log_handler": "console",
+    "numa_binding": "node",
+    "rdzv_conf": "join_timeout=5",
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("flag", HONOURED)
+def test_a_variable_is_read_where_torchrun_reads_it(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import get_args_parser
+
+    switch = next(action for action in parser()._actions if action.dest == flag).nargs == 0
+    value = "1" if switch else _VALUES.get(flag, "3")
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    plain = getattr(get_args_parser().parse_args(["t.py"]), flag)
+    monkeypatch.setenv(f"PET_{flag.upper()}", value)
+    theirs = getattr(get_args_parser().parse_args(["t.py"]), flag)
+    mine = parser()
+    environment_defaults(mine, os.environ)
+    found = getattr(mine.parse_args(["t.py"]), flag)
+    theirs = ",".join(theirs) if isinstance(theirs, list) else theirs
+    if theirs == plain:  # torchrun reads none
+        assert str(found) != value or str(plain) == value, (plain, found)
+    else:
+        assert str(found) == str(theirs) or bool(found) is bool(theirs) is switch, (theirs, found)
+
+
 @pytest.mark.parametrize("flag", HONOURED)
 def test_a_flag_does_what_it_is_for(flag: str) -> None:
     line, holds = HONOURED[flag]
@@ -178,6 +212,9 @@ def test_lines_of_several_nodes_meet_in_one_job() -> None:
     other = _parse("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-id 3 t.py")
     assert _meeting_name(other) not in ("", _meeting_name(first))
     assert _meeting_name(_parse("--nnodes 2 t.py")) == _meeting_name(_parse("t.py")) == ""
+    on_one_machine = [_parse(f"--nnodes 2 --node-rank {n} --master-addr 127.0.0.1 t.py") for n in (0, 1)]
+    assert len({_meeting_name(line) for line in on_one_machine} - {""}) == 1
+    assert socket.gethostname() in on_one_machine[0].rendezvous  # another machine's 127.0.0.1 is another place
     assert make_spec(_parse("--nnodes 2 --name mine --rdzv-endpoint h:7 t.py"), gpus=0).name == "mine"
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import signal
+import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -93,6 +94,13 @@ _TOLD_AT_ONCE = "accepted: the node's worker is told of an exit at once, so nobo
 _FILTER_HELP = "also write lines with one of these words to filtered_{}.log: WORD,WORD (two commas for one)"
 
 
+_LOOPBACK = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+class _Untold(int):
+    """The default of a number, told from the same number in a line."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser: torchrun's flags, then moorage's own."""
     made = _Parser(
@@ -150,7 +158,13 @@ def parser() -> argparse.ArgumentParser:
     for name in ("stdout", "stderr"):
         flag = f"--duplicate-{name}-filters"
         add(flag, flag.replace("-", "_").replace("__", "--", 1), default="", help=_FILTER_HELP.format(name))
-    add("--node-rank", "--node_rank", type=int, default=0, help="0 starts the job; others join it and show their ranks")
+    add(
+        "--node-rank",
+        "--node_rank",
+        type=int,
+        default=_Untold(0),
+        help="0 starts the job; others join it and show their ranks",
+    )
     add(
         "--master-addr",
         "--master_addr",
@@ -226,7 +240,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _environment_defaults(made: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+def environment_defaults(made: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     """torchrun reads ``PET_<FLAG>`` for each flag that is not given."""
     defaults: dict[str, Any] = {}
     for action in made._actions:
@@ -328,11 +342,14 @@ def _meeting(found: Mapping[str, Any], nnodes: int) -> str:
     """What the lines of several nodes have in common; empty for a line that is alone."""
     if found["standalone"] or nnodes == 1:
         return ""
-    if found["rdzv_backend"] == "c10d":
-        return f"{found['rdzv_endpoint']}/{found['rdzv_id']}" if found["rdzv_endpoint"] else ""
+    if found["rdzv_backend"] == "c10d" and not found["rdzv_endpoint"]:
+        return ""
     place = found["rdzv_endpoint"] or f"{found['master_addr']}:{found['master_port'] or DEFAULT_PORT}"
-    alone = not found["rdzv_endpoint"] and found["master_addr"] in ("127.0.0.1", "localhost")
-    return "" if alone and not found["node_rank"] else f"{place}/{found['rdzv_id']}"
+    if place.rpartition(":")[0] in _LOOPBACK:
+        if not found["rdzv_endpoint"] and isinstance(found["node_rank"], _Untold):
+            return ""  # a line that names neither a place nor its own rank is alone
+        place = f"{socket.gethostname()}/{place}"  # every machine has this address
+    return f"{place}/{found['rdzv_id']}"
 
 
 def _refuse(found: Mapping[str, Any], nnodes: int) -> None:
@@ -359,7 +376,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str] | None = None) ->
     """Parse what follows ``moorage torchrun``. Raises `UsageError`; ``--help`` exits as argparse does."""
     environ = os.environ if environ is None else environ
     made = parser()
-    _environment_defaults(made, environ)
+    environment_defaults(made, environ)
     found = vars(made.parse_args(list(arguments)))
     nnodes = nodes(found["nnodes"])
     _refuse(found, nnodes)
