@@ -42,6 +42,8 @@ async def look(pod: Pod, seconds: float = STANDING_SECONDS) -> Found:
 
 def _ties(pod: Pod, processes: list[Process], pids: list[int], seconds: float) -> list[Fact]:
     init = pod.guard_state.init_pid if pod.guard_state else 0
+    # The guard's word may still be on its way when the pod has just begun: its pid 1 is the oldest one then.
+    init = init or min((process.host_pid for process in processes if process.pid == 1), default=0)
     peers = namespace.run_in(pod.network.netns_path, preflight_outside.read_unix_peers)
     # The proxy of the GPU driver speaks to the broker, and lets go of it when it is told that a checkpoint begins.
     return preflight_outside.look(

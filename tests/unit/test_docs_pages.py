@@ -101,3 +101,14 @@ def test_every_metric_is_in_the_operators_page() -> None:
     names |= {"moorage_jobs", "moorage_nodes", "moorage_pods", "moorage_gpus", "moorage_drains_running"}
     missing = [name for name in names if name.startswith("moorage_") and name not in page]
     assert not missing, missing
+
+
+def test_the_example_of_the_python_api_uses_every_verb() -> None:
+    from moorage.coordinator.client import Client, Job
+
+    tree = ast.parse((ROOT / "examples" / "python_api" / "example.py").read_text())
+    used = {n.func.attr for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)}
+    verbs = {
+        name for one in (Client, Job) for name, what in vars(one).items() if callable(what) and not name.startswith("_")
+    }
+    assert verbs - used == {"close", "node_token", "remove_node"}  # `with` closes; what machines join with stays out
