@@ -106,6 +106,7 @@ for _command in (
 ):
     app.command()(_command)
 app.command(name="undrain", hidden=True)(fleet.uncordon)
+app.command(name="ps", hidden=True)(jobs.jobs)
 app.command(name="exec")(jobs.exec_)
 app.command(name="torchrun", context_settings=_PASS_ON)(torchrun.torchrun)
 for _dev_command in (cluster.up, cluster.down, cluster.destroy, cluster.add):
