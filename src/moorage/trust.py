@@ -3,8 +3,8 @@
 Every connection of moorage (coordinator, worker, client) is mutual TLS. Server and client certificates are issued by
 one cluster authority; the certificate's common name is the principal (``coordinator``, ``worker:node-1``, ``user:me``)
 and a URI in it (``moorage://role/operate``) the role. Because nodes come and go with addresses of their own, servers
-are verified by the fixed name ``moorage`` in their certificates, not by address; who the peer is follows from the
-principal.
+are verified by the fixed name ``moorage`` in their certificates, not by address. So certificates of people and of join
+tokens have neither that name nor the use as a server: whoever holds one cannot play the coordinator for others.
 
 An authority is a folder (0700): ``ca.pem``, ``ca.key``, ``crl.pem`` (what was revoked) and ``index.json`` (what was
 issued). All files are 0600 and replaced in one step, so that a reader never sees half of one.
@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moorage.errors import Conflict, Forbidden, NotFound, UsageError
-from moorage.roles import ROLES
+from moorage.roles import PERSONS, ROLES
 from moorage.tls import CRL_FILE, SERVER_NAME, TlsFiles
 
 __all__ = ["SERVER_NAME", "TlsFiles", "create_authority", "issue"]
@@ -141,8 +141,13 @@ def _index(authority: Path) -> Iterator[list[Issued]]:
         os.close(descriptor)
 
 
-def _names(addresses: tuple[str, ...], role: str) -> list[x509.GeneralName]:
-    names: list[x509.GeneralName] = [x509.DNSName(SERVER_NAME)]
+def _serves(principal: str, role: str) -> bool:
+    """Whether a certificate is for a server too. Only those of processes are (etcd's has no role)."""
+    return role not in PERSONS and role != "join" and not principal.startswith("user:")
+
+
+def _names(addresses: tuple[str, ...], role: str, serves: bool) -> list[x509.GeneralName]:
+    names: list[x509.GeneralName] = [x509.DNSName(SERVER_NAME)] if serves else []
     for address in addresses:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(address)))
@@ -168,16 +173,19 @@ def sign(
     if role and role not in ROLES:
         raise UsageError(f"there is no role {role!r}", f"roles: {', '.join(ROLES)}")
     ca, ca_key = _load(authority)
-    usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
+    serves = _serves(principal, role)
+    usage = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if serves else [])]
+    names = _names(addresses, role, serves)
+    builder = (
         _builder(principal, ca.subject, seconds)
         .public_key(public_key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
-        .add_extension(x509.SubjectAlternativeName(_names(addresses, role)), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA256())
     )
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    certificate = builder.sign(ca_key, hashes.SHA256())
     with _index(authority) as issued:
         issued.append(
             Issued(
@@ -201,7 +209,7 @@ def issue(
     addresses: tuple[str, ...] = (),
     days: float = 365,
 ) -> TlsFiles:
-    """Issue a certificate for ``principal``, for client and server use, into ``folder``; returns its files.
+    """Issue a certificate for ``principal`` into ``folder``; returns its files. Only a process's may serve.
 
     ``role`` is one of `roles.ROLES` (default: by the kind of principal). ``addresses`` are IP addresses or host names
     to name in it beside `SERVER_NAME` (etcd's own client checks them). What lies in ``folder`` is replaced.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
-from moorage import jointoken, machine, trust
+from moorage import jointoken, machine, rpc, trust
 from moorage.access import Gate
 from moorage.config import WorkerConfig, to_toml
 from moorage.errors import Conflict, Forbidden, NotFound, UsageError
 from moorage.jointoken import JoinToken
+from moorage.roles import PERSONS
 from moorage.tls import TlsFiles
 from moorage.v1 import coordinator_pb2 as pb
 
@@ -62,6 +66,40 @@ def test_the_settings_of_a_node_that_joined_are_a_workers() -> None:
     assert isinstance(config, WorkerConfig)
     assert (config.listen, config.lease_seconds, config.store_settings.region) == ("10.0.0.9:7400", 7, "eu-1")
     assert "[etcd.tls]" in to_toml(config)
+
+
+@pytest.mark.parametrize(
+    ("principal", "role", "serves"),
+    [
+        ("coordinator", "coordinator", True),
+        ("worker:n", "worker", True),
+        ("etcd", "", True),
+        *((f"user:{role}", role, False) for role in PERSONS),
+        ("user:nobody", "", False),
+        ("join:x", "join", False),
+    ],
+)
+def test_nobody_plays_a_server_with_a_certificate_that_is_for_clients(
+    tmp_path: Path, principal: str, role: str, serves: bool
+) -> None:
+    trust.create_authority(tmp_path / "ca", "test")
+    client = trust.issue(tmp_path / "ca", tmp_path / "admin", "user:root", role="administer")
+    played = trust.issue(tmp_path / "ca", tmp_path / "played", principal, role=role, addresses=("127.0.0.1",))
+
+    async def go() -> bool:
+        server = rpc.aio_server()
+        port = server.add_secure_port("127.0.0.1:0", rpc.server_credentials(played))
+        await server.start()
+        try:
+            async with rpc.aio_channel(f"127.0.0.1:{port}", client) as channel:
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    call = channel.unary_unary("/moorage.v1.Coordinator/Status", None, None)
+                    await call(b"", timeout=10)
+        finally:
+            await server.stop(None)
+        return refused.value.code() == grpc.StatusCode.UNIMPLEMENTED  # it was reached, and has no such method
+
+    assert asyncio.run(go()) is serves
 
 
 def pem(tls: TlsFiles) -> dict[str, list[bytes]]:
