@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import secrets
 import time
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from moorage.coordinator.leader import Leader
 
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+#: Where a mount would take the place of what pid 1 and the pod are made of.
+_RESERVED = re.compile(r"/|/dev|/(\.moorage[^/]*|proc|sys)(/.*)?")
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 #: No job is this large; more is a mistake in a flag.
 _MAX_PODS = 8192
@@ -89,6 +92,12 @@ def complete(spec: JobSpec, owner: str, job: str, *, as_root: bool = False) -> J
     for mount in full.mounts:
         if not (mount.source.startswith("/") and mount.destination.startswith("/")):
             raise UsageError(f"mount {mount.source}:{mount.destination} is not absolute", "give --mount /SRC:/DST[:ro]")
+        mount.destination = "/" + os.path.normpath(mount.destination).lstrip("/")
+        if _RESERVED.fullmatch(mount.destination):
+            raise UsageError(
+                f"nothing can be mounted at {mount.destination} of a pod",
+                "what is there makes the pod: name a folder of your own",
+            )
     for kind, number in full.hooks.items():
         if kind not in KINDS or not 0 < number <= 64:
             raise UsageError(f"signal {number} for the event {kind!r} cannot be sent", f"events: {', '.join(KINDS)}")

@@ -141,6 +141,8 @@ def write_bundle(pod: Pod, user: pod_user.User) -> None:
         uid=user.uid,
         shm_bytes=spec.shm_bytes,
         binds=binds,
+        # A user's mount may get here by a symlink, and pid 1 is root's. From outside the root, where that would lie.
+        init=oci.Bind(source=layers.upper / podinit.FOLDER.lstrip("/"), destination=podinit.FOLDER, read_only=True),
         devices=gpu_devices,
         cpus=spec.cpus,
         memory_bytes=spec.memory_bytes,

@@ -178,6 +178,23 @@ def test_no_way_to_root_leads_through_the_pod(job: Any) -> None:
     assert said.strip() == "all tried"
 
 
+def test_no_mount_takes_the_place_of_the_pods_init(cluster: DevCluster, folder: Path) -> None:
+    """It runs as root, and what it wrote into the mount would be root's on the host, setuid bit and all."""
+    mine = folder / "mine"
+    mine.mkdir(mode=0o777)
+    mine.chmod(0o777)
+    (mine / "init").write_text("#!/bin/sh\nid >/.moorage/got\n")
+    (mine / "init").chmod(0o755)
+    (folder / "to-init").symlink_to("/.moorage")
+    with person(cluster, ANN) as ann:
+        job = ann.run(["id", "-u"], working_directory="/tmp", mounts=[f"{mine}:{folder}/to-init"])
+        ended = job.wait(timeout=60)
+        assert ended.exit_code == 0, ended.reason
+        said = b"".join(piece.data for piece in job.logs()).decode()
+    assert said.strip() == str(pwd.getpwnam(ANN).pw_uid)
+    assert [path.name for path in mine.iterdir()] == ["init"]
+
+
 def test_a_pod_sees_neither_the_nodes_state_nor_the_store_nor_keys(cluster: DevCluster, job: Any) -> None:
     state = cluster.folder / "state"
     said = output_of(job, f"find {state} 2>/dev/null; ls /run/moorage/*.sock; cat /run/moorage/*.sock")

@@ -78,6 +78,22 @@ def test_a_spec_that_cannot_run_is_refused_with_the_reason(spec: JobSpec, words:
         complete(spec, "user:ann", "j1")
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["/.moorage", "//.moorage/", "/x/../.moorage/init", "/.moorage-gpu", "/", "//", "/..", "/proc/1", "/sys", "/dev/"],
+)
+def test_nothing_is_mounted_over_what_makes_a_pod(place: str) -> None:
+    spec = JobSpec(command=["id"], mounts=[types_pb2.Mount(source="/home/ann", destination=place)])
+    with pytest.raises(UsageError, match="nothing can be mounted"):
+        complete(spec, "user:ann", "j1")
+
+
+def test_a_mount_may_lie_anywhere_else() -> None:
+    places = {"/data/": "/data", "//x/./y": "/x/y", "/dev/infiniband": "/dev/infiniband", "/process": "/process"}
+    spec = JobSpec(command=["id"], mounts=[types_pb2.Mount(source="/home/ann", destination=place) for place in places])
+    assert [mount.destination for mount in complete(spec, "user:ann", "j1").mounts] == list(places.values())
+
+
 # -- journals
 
 

@@ -79,6 +79,7 @@ class PodConfig:
     uid: int = 0
     shm_bytes: int = 0  # 0: half of memory, the kernel's default
     binds: Sequence[Bind] = ()
+    init: Bind | None = None  # what pid 1 is made of; mounted last, so that no mount of a user covers it
     devices: Sequence[DeviceRule] = ()
     cpus: float = 0.0  # 0: no limit
     memory_bytes: int = 0  # 0: no limit
@@ -184,7 +185,8 @@ def _mounts(pod: PodConfig) -> list[dict[str, Any]]:
         {"destination": "/sys", "type": "sysfs", "source": "sysfs", "options": ["nosuid", "noexec", "nodev", "ro"]},
     ]
     # A mount must come after the ones that lie above it, or it would be hidden.
-    for bind in sorted(pod.binds, key=lambda bind: bind.destination.rstrip("/").count("/")):
+    binds = sorted(pod.binds, key=lambda bind: bind.destination.rstrip("/").count("/"))
+    for bind in [*binds, *([pod.init] if pod.init else [])]:
         options = ["rbind", "rprivate"] if not bind.device else ["bind", "rprivate"]
         options.append("ro" if bind.read_only else "rw")
         mounts.append({"destination": bind.destination, "type": "bind", "source": str(bind.source), "options": options})
