@@ -63,6 +63,11 @@ class NoDevice:
     def slots(self) -> Sequence[Slot]:
         return self._slots
 
+    def pin(self, size: int) -> Slot:
+        raise NotImplementedError
+
+    def unpin(self, slot: Slot) -> None: ...
+
     def to_host(self, address: int, slot: Slot, size: int) -> None: ...
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None: ...

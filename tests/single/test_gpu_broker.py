@@ -9,6 +9,7 @@ import random
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -28,8 +29,9 @@ from moorage.worker.gpu import messages as m
 from moorage.worker.gpu import ring
 from moorage.worker.gpu.blocks import SavedMemory
 from moorage.worker.gpu.broker import Broker, Devices
-from moorage.worker.gpu.device import CHUNK, Slot
+from moorage.worker.gpu.device import CHUNK, Region, Slot
 from moorage.worker.gpu.main import serve
+from moorage.worker.gpu.parked import Parked
 from tests.support.fake_gpu import FakeDevice, FakeDriver, FakeProcess, content, memory
 
 NONE = StoreSettings()
@@ -319,3 +321,90 @@ def test_orders_travel_over_the_socket_and_errors_come_back_as_they_were(tmp_pat
         await client.close()
 
     run(tmp_path, test)
+
+
+@pytest.mark.parametrize("place", ["gpu", "host"])
+def test_kept_memory_comes_back_without_the_store(tmp_path: Path, place: Literal["gpu", "host"]) -> None:
+    async def test(rig: Rig) -> None:
+        one, two = numbers(1, 3), numbers(2, 1) + bytes(2 * CHUNK)
+        process = FakeProcess(await rig.attach("pod"), {1: memory(one), 2: memory(two)})
+        await rig.known("pod", len(one) + len(two))
+        saved = await _parked(rig, place)
+        await process.end()
+        (kept,) = (await rig.broker.do(m.ListKept())).kept
+        assert (kept.key, kept.place, kept.size) == ("job/0", place, len(one) + len(two))
+        assert rig.device.mapped == 0 and rig.device.pinned == (kept.size if place == "host" else 0)
+        for pack in (tmp_path / "store" / "packs").iterdir():
+            pack.unlink()  # it is not read
+        restored = process.restored(await rig.attach("next"))
+        assert saved.memory is not None
+        await rig.broker.do(m.Fill("next", rig.location, NONE, saved.memory, saved.contents, kept_key="job/0"))
+        await rig.broker.do(m.BringBack("next", 5.0))
+        assert content(restored.blocks[1]) == one and content(restored.blocks[2]) == two
+        assert (await rig.broker.do(m.ListKept())).kept == [] and rig.device.pinned == 0
+        await restored.end()
+
+    run(tmp_path, test)
+
+
+def test_kept_memory_of_another_checkpoint_is_not_used(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        old = numbers(1, 2)
+        process = FakeProcess(await rig.attach("pod"), {1: memory(old)})
+        await rig.known("pod", len(old))
+        saved = await rig.save("pod", 1)
+        os.pwrite(process.blocks[1], b"newer", CHUNK)
+        await _parked(rig, "gpu", attempt=2)
+        await process.end()
+        restored = process.restored(await rig.attach("next"))
+        assert saved.memory is not None
+        await rig.broker.do(m.Fill("next", rig.location, NONE, saved.memory, saved.contents, kept_key="job/0"))
+        await rig.broker.do(m.BringBack("next", 5.0))
+        assert content(restored.blocks[1]) == old
+        await restored.end()
+
+    run(tmp_path, test)
+
+
+def test_kept_device_memory_makes_room_and_what_has_no_room_is_not_kept(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        data = numbers(1, 3)
+        process = FakeProcess(await rig.attach("pod"), {1: memory(data)})
+        await rig.known("pod", len(data))
+        saved = await _parked(rig, "gpu")
+        await process.end()
+        make, full = rig.device.create, [True]
+
+        def create(size: int, *, rdma: bool) -> tuple[Region, int]:
+            if full and full.pop():
+                raise NoCapacity("full")
+            return make(size, rdma=rdma)
+
+        rig.device.create = create  # type: ignore[method-assign]
+        assert saved.memory is not None
+        await rig.attach("other")
+        await rig.broker.do(m.Fill("other", rig.location, NONE, saved.memory, saved.contents, kept_key="another/0"))
+        assert (await rig.broker.do(m.ListKept())).kept == []
+        await rig.broker.do(m.Detach("other"))
+        for attempt, room, kept in ((3, 1 << 20, 0), (4, 1 << 40, 1)):
+            rig.broker.parked = Parked(lambda room=room: room)  # type: ignore[misc]
+            process = FakeProcess(await rig.attach("pod"), {1: memory(data)})
+            await rig.known("pod", len(data))
+            await _parked(rig, "host", attempt)
+            assert len((await rig.broker.do(m.ListKept())).kept) == kept
+            await process.end()
+        await rig.broker.do(m.DropKept(["job/0", "unknown"]))
+        assert rig.device.pinned == 0
+
+    run(tmp_path, test)
+
+
+async def _parked(rig: Rig, place: Literal["gpu", "host"], attempt: int = 1) -> m.Answer:
+    """The last checkpoint of the pod, which does not run on."""
+    await rig.broker.do(m.Begin("pod", attempt, rig.location, NONE, "test", 0))
+    await rig.broker.do(m.Quiesce("pod", attempt, 5.0))
+    await rig.broker.do(m.Capture("pod", attempt))
+    saved = await rig.broker.do(m.Persist("pod", attempt))
+    await rig.broker.do(m.Forget("pod", attempt))
+    await rig.broker.do(m.Detach("pod", place, "job/0"))
+    return saved

@@ -33,6 +33,7 @@ class FakeDevice:
     def __init__(self, index: int = 0, room: int = 1 << 30) -> None:
         self.index = index
         self.room = room
+        self.pinned = 0
         self.broken = ""  # the step that fails
         self._maps: dict[int, mmap.mmap] = {}
         self._next = 0x7F0000000000
@@ -93,6 +94,14 @@ class FakeDevice:
 
     def slots(self) -> Sequence[Slot]:
         return self._slots
+
+    def pin(self, size: int) -> Slot:
+        self._may("pin")
+        self.pinned += size
+        return Slot(-1, memoryview(bytearray(size)), threading.Lock())
+
+    def unpin(self, slot: Slot) -> None:
+        self.pinned -= len(slot.view)
 
     def to_host(self, address: int, slot: Slot, size: int) -> None:
         self._may("to_host")

@@ -15,16 +15,18 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from moorage.errors import Conflict, NotFound
+from moorage.errors import Conflict, CorruptData, NoCapacity, NotFound
 from moorage.store import Store
 from moorage.worker.gpu import messages as m
-from moorage.worker.gpu.blocks import SavedMemory, SavedProcess, owners, saved
+from moorage.worker.gpu.blocks import Block, SavedMemory, SavedProcess, owners, saved
 from moorage.worker.gpu.device import Device
 from moorage.worker.gpu.driver import DriverProcess
 from moorage.worker.gpu.fill import fill
 from moorage.worker.gpu.kept import Kept
 from moorage.worker.gpu.memory import PodMemory
+from moorage.worker.gpu.parked import Parked, Place
 from moorage.worker.gpu.save import Saving
+from moorage.worker.gpu.wire import BlockName
 
 log = structlog.get_logger(__name__)
 
@@ -69,6 +71,7 @@ class Broker:
         self._devices = devices
         self._drive = drive
         self._kept = kept
+        self.parked = Parked()
         if kept is not None:
             kept.everything = lambda: [pod.memory.everything() for pod in self._pods.values()]
         self._pods: dict[str, _Attached] = {}
@@ -89,6 +92,14 @@ class Broker:
             return m.Answer(id=0)
         if isinstance(request, m.Detach):
             return await self._detach(request)
+        if isinstance(request, m.ListKept):
+            return m.Answer(
+                id=0, kept=[m.Kept(key, k.incarnation, k.place, k.size) for key, k in self.parked.pods.items()]
+            )
+        if isinstance(request, m.DropKept):
+            for key in request.keys:
+                await asyncio.to_thread(self.parked.drop, key)
+            return m.Answer(id=0)
         pod = self._pods.get(request.pod)
         if pod is None:
             raise NotFound(f"the GPU broker does not know {request.pod}", "its memory was lost with an earlier broker")
@@ -126,8 +137,19 @@ class Broker:
         if pod is not None:
             async with pod.lock:
                 await self._end_saving(pod)
+                if request.keep and pod.quiesced and pod.captured == pod.quiesced:
+                    await asyncio.to_thread(self._keep, pod, request.key, request.keep)
                 await pod.memory.close()
         return m.Answer(id=0)
+
+    def _keep(self, pod: _Attached, key: str, place: Place) -> None:
+        """Its processes are gone, and its memory is as it was captured."""
+        try:
+            own = owners(pod.memory.blocks)
+        except CorruptData as error:
+            log.warning("device memory is not kept", pod=key, error=str(error))
+            return
+        self.parked.keep(key, place, pod.memory.incarnation, own, self._device(pod))
 
     async def _look(self, pod: _Attached) -> m.Answer:
         found = await pod.memory.refusals()
@@ -263,6 +285,22 @@ class Broker:
             return m.Answer(id=0)
         store = await self._store(request)
         began = time.monotonic()
-        blocks = await asyncio.to_thread(fill, store, request.memory.blocks, request.contents, self._device(pod))
+        blocks = await asyncio.to_thread(self._filled, store, pod, request)
         memory.take(request.memory.processes, blocks)
         return m.Answer(id=0, timings={"gpu_fill": time.monotonic() - began})
+
+    def _filled(self, store: Store, pod: _Attached, request: m.Fill) -> dict[BlockName, Block]:
+        """From what was kept of the pod as far as that goes, the rest from the store."""
+        kept = self.parked.take(request.kept_key)
+        blocks = kept.blocks if kept else {}
+        try:
+            try:
+                return fill(store, request.memory.blocks, request.contents, self._device(pod), blocks)
+            except NoCapacity:
+                if not self.parked.drop_on_devices():
+                    raise
+                log.info("other parked jobs' memory was in the way")
+                return fill(store, request.memory.blocks, request.contents, self._device(pod), blocks)
+        finally:
+            if kept is not None:
+                kept.close()

@@ -242,6 +242,15 @@ class CudaDevice:
                     self._slots.append(Slot(number, view, threading.Lock()))
             return self._slots
 
+    def pin(self, size: int) -> Slot:
+        self._enter()
+        address = int(self._call(self._cu.cuMemHostAlloc, size, 0))
+        return Slot(-1, memoryview((ctypes.c_char * size).from_address(address)).cast("B"), threading.Lock())
+
+    def unpin(self, slot: Slot) -> None:
+        self._enter()
+        self._call(self._cu.cuMemFreeHost, _address(slot.view))
+
     def to_host(self, address: int, slot: Slot, size: int) -> None:
         stream = self._enter()
         self._call(self._cu.cuMemcpyDtoHAsync, _address(slot.view), address, size, stream)

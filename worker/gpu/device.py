@@ -54,6 +54,12 @@ class Device(Protocol):
     def slots(self) -> Sequence[Slot]:
         """The pinned ring of this GPU, which all pods share: see `ring.share_out`."""
 
+    def pin(self, size: int) -> Slot:
+        """Pinned host memory beside the ring, to be kept. Raises `NoCapacity`."""
+
+    def unpin(self, slot: Slot) -> None:
+        """Give back what `pin` gave."""
+
     def to_host(self, address: int, slot: Slot, size: int) -> None:
         """Begin to copy ``size`` bytes from the device to the slot's beginning; they are there after `wait`."""
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from moorage.errors import CorruptData
+from blake3 import blake3
+
+from moorage.errors import CorruptData, DeviceFailed
 from moorage.store import Content, Store, bulk
 from moorage.worker.gpu.blocks import DIGEST, Block, SavedBlock, told
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
+from moorage.worker.gpu.parked import KeptBlock
 from moorage.worker.gpu.ring import share_out
 from moorage.worker.gpu.wire import BlockFlag, BlockName
 
@@ -23,12 +28,16 @@ def fill(
     blocks: Sequence[SavedBlock],
     contents: Mapping[str, Content],
     device: Callable[[int], Device],
+    kept: Mapping[BlockName, KeptBlock] | None = None,
 ) -> dict[BlockName, Block]:
     """The blocks with their memory, as the processes left them. ``device``: by the index that the blocks speak of.
+
+    ``kept``: what was kept of them; it stays the caller's to close, but for descriptors that are handed on.
 
     Every byte is verified on the device after it arrived. Raises `NoCapacity`, `DeviceFailed`, `CorruptData`; then
     nothing is left.
     """
+    held = _usable(store, blocks, contents, kept or {})
     made: dict[BlockName, Block] = {}
     regions: dict[BlockName, tuple[Device, Region]] = {}
     try:
@@ -37,11 +46,22 @@ def fill(
             made[name] = Block(told(saved))
             if saved.own:
                 gpu = device(saved.device)
-                region, descriptor = gpu.create(saved.size, rdma=bool(saved.flags & BlockFlag.RDMA))
+                one = held.get(name)
+                if one is not None and one.descriptor >= 0 and one.device is gpu:
+                    region = gpu.open(one.descriptor, saved.size)
+                    made[name].descriptors.append(os.dup(one.descriptor))
+                else:
+                    region, descriptor = gpu.create(saved.size, rdma=bool(saved.flags & BlockFlag.RDMA))
+                    made[name].descriptors.append(descriptor)
+                    if one is not None and one.memory is not None:
+                        gpu.to_device(one.memory, [(0, region.address, saved.size)])
+                    else:
+                        held.pop(name, None)
                 regions[name] = (gpu, region)
-                made[name].descriptors.append(descriptor)
-        wanted = _wanted(blocks, contents, regions)
-        _bring(store, wanted)
+        lacking = [saved for saved in blocks if BlockName(saved.process, saved.id) not in held]
+        _bring(store, _wanted(lacking, contents, regions))
+        for gpu, _ in regions.values():
+            gpu.wait()
         _verify(store, blocks, contents, regions, made)
     except BaseException:
         for block in made.values():
@@ -49,8 +69,23 @@ def fill(
         raise
     finally:
         for gpu, region in regions.values():
+            with contextlib.suppress(DeviceFailed):
+                gpu.wait()  # nothing may be on its way there any more
             gpu.close(region)
     return made
+
+
+def _usable(
+    store: Store, blocks: Sequence[SavedBlock], contents: Mapping[str, Content], kept: Mapping[BlockName, KeptBlock]
+) -> dict[BlockName, KeptBlock]:
+    """Those that are kept with the very bytes that the checkpoint names."""
+    if not kept:
+        return {}
+    zero = blake3(bytes(CHUNK), key=store.key.chunks).digest()
+    names = {BlockName(saved.process, saved.id): saved for saved in blocks if saved.own}
+    return {
+        name: one for name, one in kept.items() if name in names and one.holds(_content(names[name], contents), zero)
+    }
 
 
 def _content(saved: SavedBlock, contents: Mapping[str, Content]) -> Content:

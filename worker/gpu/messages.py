@@ -5,6 +5,8 @@ Every order names a pod by its label. All are idempotent: one that was carried o
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from moorage.errors import WireError
@@ -91,19 +93,33 @@ class Fill(msgspec.Struct, frozen=True, tag=True):
     memory: SavedMemory
     contents: dict[str, Content]
     key: WrappingKey | None = None
+    kept_key: str = ""  # under which its memory may have been kept
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
-    """The pod is gone: give all its memory back."""
+    """The pod is gone: give all its memory back, or ``keep`` it on the gpu or the host, under ``key``."""
 
     pod: str
+    keep: Literal["", "gpu", "host"] = ""
+    key: str = ""
+
+
+class ListKept(msgspec.Struct, frozen=True, tag=True):
+    """What is kept of parked pods."""
+
+
+class DropKept(msgspec.Struct, frozen=True, tag=True):
+    """Give back what is kept under these keys."""
+
+    keys: list[str]
 
 
 class Exit(msgspec.Struct, frozen=True, tag=True):
     """End, if no pod is attached."""
 
 
-Request = Attach | Look | Begin | Quiesce | Capture | BringBack | Persist | Forget | Fill | Detach | Exit
+OfPod = Attach | Look | Begin | Quiesce | Capture | BringBack | Persist | Forget | Fill | Detach
+Request = OfPod | ListKept | DropKept | Exit
 
 
 class Call(msgspec.Struct, frozen=True):
@@ -128,6 +144,15 @@ class Objection(msgspec.Struct, frozen=True):
     size: int = 0
 
 
+class Kept(msgspec.Struct, frozen=True):
+    """Device memory that is kept of one parked pod."""
+
+    key: str
+    incarnation: int
+    place: str
+    size: int  # bytes
+
+
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a call; what does not belong to its request is empty."""
 
@@ -141,3 +166,4 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     timings: dict[str, float] = {}
     memory: SavedMemory | None = None
     contents: dict[str, Content] = {}
+    kept: list[Kept] = []

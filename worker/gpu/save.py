@@ -75,7 +75,7 @@ class Saving:
             clock.lap("gpu_hash")
             wanted: dict[bytes, ChangedChunk] = {}
             for (name, block), region, names in zip(blocks.items(), regions, digests, strict=True):
-                self._names[name] = names
+                self._names[name] = block.names = names
                 self._blocks[name] = block
                 for chunk in changed(region.address, names, {self._zero}):
                     if chunk.name in wanted or chunk.name in self._shared:
