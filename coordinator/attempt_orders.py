@@ -79,6 +79,7 @@ async def _on_all(leader: Leader, job: Job, order: AttemptOrder, name: str, gene
                 kind=attempt.kind,
                 remaining_seconds=left,
                 store_generation=generation,
+                keep=attempt.keep,
             ),
             until=until,
         )

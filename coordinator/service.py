@@ -126,7 +126,9 @@ class CoordinatorService(FleetService, CoordinatorServicer):
         return await self._attempt(request.job, asked)
 
     async def Park(self, request: pb.JobRequest, context: Any) -> pb.AttemptReply:
-        asked = ev.ParkAsked(time=time.time(), request=_id(request), trace=rpc.trace.get())
+        if request.keep not in ("", "gpu", "host"):
+            raise UsageError(f"device memory cannot be kept on {request.keep!r}", "say gpu or host")
+        asked = ev.ParkAsked(time=time.time(), request=_id(request), trace=rpc.trace.get(), keep=request.keep)
         return await self._attempt(request.job, asked)
 
     async def Move(self, request: pb.MoveRequest, context: Any) -> pb.AttemptReply:

@@ -106,6 +106,7 @@ def _enter(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
     record = pod.record
     record.attempt = record.last_attempt = order.attempt
     record.kind = order.kind or "resume"
+    record.keep = order.keep
     record.deadline = clock.now() + order.remaining_seconds
     record.frozen_since = record.pause_seconds = 0.0
     record.generation = order.store_generation

@@ -39,7 +39,7 @@ from moorage.runtime import doctor, programs
 from moorage.store import Store, open_for_node
 from moorage.store_settings import KEY_VARIABLE, WrappingKey, inherited_key
 from moorage.v1.worker_pb2_grpc import add_WorkerServicer_to_server
-from moorage.worker import agent_faults, gpu_health, inventory, metrics, uploads
+from moorage.worker import agent_faults, gpu_health, inventory, metrics, pod_gpu, uploads
 from moorage.worker.agent import Agent
 from moorage.worker.agent_node import Node
 from moorage.worker.agent_session import Registration
@@ -159,6 +159,7 @@ class _Daemon:
         looking: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         uploading: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         faulting: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
+        keeping: asyncio.Task[None] = asyncio.create_task(asyncio.sleep(0))
         registering = registration.run(self._record, on_session=agent.new_session, on_deadline=agent.deadline_moved)
         tasks = [asyncio.create_task(registering, name="registration"), stopping]
         tasks.append(asyncio.create_task(crl.follow(etcd, keys, config.tls), name="revocations"))
@@ -180,6 +181,7 @@ class _Daemon:
                         nvml, node.gpus.faults, agent.pods.values, lambda: registration.update(self._record())
                     )
                     faulting = asyncio.create_task(watching, name="GPU faults")
+                keeping = asyncio.create_task(pod_gpu.drop_kept(node, agent.pods.values()), name="kept device memory")
                 notify("READY=1")
                 log.info("serving", node=config.node, port=self._port, pods=len(agent.pods))
                 tasks.remove(ready)
@@ -191,9 +193,9 @@ class _Daemon:
             if await agent.close():
                 await registration.revoke()
             agent.node.closing.set()
-            for task in (*tasks, looking, uploading, faulting):
+            for task in (*tasks, looking, uploading, faulting, keeping):
                 task.cancel()
-            await asyncio.gather(*tasks, looking, uploading, faulting, return_exceptions=True)
+            await asyncio.gather(*tasks, looking, uploading, faulting, keeping, return_exceptions=True)
 
     def _trouble(self, registration: Registration) -> str:
         """Why this worker is not ready; empty if it is."""

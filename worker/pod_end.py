@@ -43,7 +43,10 @@ async def fail(pod: Pod, reason: str) -> None:
 
 
 async def end(pod: Pod, reason: str, *, failed: bool = False) -> None:
-    """The same for one who holds the pod's lock. Keeps the folder. Idempotent."""
+    """The same for one who holds the pod's lock. Keeps the folder. Idempotent.
+
+    The device memory of a pod that ends within a stop which is to keep it stays, whoever is first to end the pod.
+    """
     pod.dying = True
     async with step("worker.kill.processes"):
         if not pod.gone or guard_alive(pod.folder):
@@ -53,7 +56,7 @@ async def end(pod: Pod, reason: str, *, failed: bool = False) -> None:
     attempt, pod.record.attempt = pod.record.attempt, 0
     if not pod.gone:
         pod.change(Change.BROKE if failed else Change.KILLED, reason)
-    await pod_gpu.detach(pod)
+    await pod_gpu.detach(pod, pod.record.keep if attempt and not failed else "")
     await pod_nccl.detach(pod)
     await pod.dismiss_guard()
     if attempt:  # settled, or hopeless without this pod

@@ -10,10 +10,12 @@ import dataclasses
 import os
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+import structlog
 
 from moorage.errors import DeviceFailed, EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable
 from moorage.store import PodManifest
@@ -28,7 +30,10 @@ from moorage.worker.preflight_gpu import GpuReport, Noted, examine_gpu
 from moorage.worker.sandbox import native, oci, podinit
 
 if TYPE_CHECKING:
+    from moorage.worker.agent_node import Node
     from moorage.worker.pod import Pod
+
+log = structlog.get_logger(__name__)
 
 #: Seen by the pod's processes; apart from `podinit.FOLDER`, which is closed to jobs of other users than root.
 FOLDER = "/.moorage-gpu"
@@ -36,6 +41,7 @@ SOCKET = f"{FOLDER}/gpu.sock"
 REAL = f"{FOLDER}/libcuda.so.1"
 PROXY = "libcuda.so.1"
 _NICE = 10
+_KEPT_SECONDS = 30.0
 #: What the driver's own part of one process may take of host memory while it is saved, in bytes.
 DRIVER_BYTES = 2 << 30
 
@@ -242,10 +248,37 @@ async def fill(pod: Pod, manifest: PodManifest) -> Timings:
                 memory,
                 dict(manifest.memory),
                 pod.node.store_key,
+                _kept_key(pod),
             )
         )
     pod.record.gpu_mapping = mapping(memory.devices, pod.record.gpus)
     return done.timings
+
+
+def _kept_key(pod: Pod) -> str:
+    return f"{pod.record.job}/{pod.record.pod}"
+
+
+async def drop_kept(node: Node, pods: Iterable[Pod]) -> None:
+    """Until cancelled: give back what is kept of jobs that are gone, or that went on elsewhere."""
+    broker = node.gpus.broker
+    doubtful: set[str] = set()
+    while True:
+        await asyncio.sleep(_KEPT_SECONDS)
+        try:
+            kept = (await broker.ask(m.ListKept())).kept if broker.alive() else []
+            here = {_kept_key(pod) for pod in pods}  # on their way here: they will take it
+            stale = set()
+            for one in kept:
+                current = await node.incarnation(one.key.rpartition("/")[0])
+                if one.key not in here and (not current or current > one.incarnation):
+                    stale.add(one.key)
+            # Twice in a row: a job that is about to come back has its next incarnation already, and no pod yet.
+            if gone := stale & doubtful:
+                await broker.ask(m.DropKept(sorted(gone)))
+            doubtful = stale
+        except MoorageError as error:
+            log.info("what is kept of parked jobs was not looked at", error=str(error))
 
 
 def mapping(old: list[str], new: list[str]) -> dict[str, str]:
@@ -255,10 +288,14 @@ def mapping(old: list[str], new: list[str]) -> dict[str, str]:
     return {a.removeprefix("GPU-"): b.removeprefix("GPU-") for a, b in zip(old, new, strict=True)}
 
 
-async def detach(pod: Pod) -> None:
-    """The pod is gone: give its memory and its GPUs back. Raises nothing."""
+async def detach(pod: Pod, keep: str = "") -> None:
+    """The pod is gone: give its memory (unless it is to be kept, on the gpu or the host) and its GPUs back.
+
+    Raises nothing.
+    """
     if has(pod):
-        await _quietly(pod, m.Detach(pod.container))
+        place: Literal["", "gpu", "host"] = "gpu" if keep == "gpu" else "host" if keep == "host" else ""
+        await _quietly(pod, m.Detach(pod.container, place, _kept_key(pod)))
         if not pod.node.gpus.broker.alive():
             await asyncio.to_thread(kept.forget, pod.node.gpus.broker.folder, pod.container)
         pod.node.gpus.release(pod.container)

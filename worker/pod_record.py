@@ -65,6 +65,7 @@ class PodRecord(msgspec.Struct, kw_only=True):
     attempt: int = 0
     last_attempt: int = 0
     kind: str = ""
+    keep: str = ""  # of a stop: where the device memory stays; empty: nowhere
     deadline: float = 0.0
     frozen_since: float = 0.0
     pause_seconds: float = 0.0

@@ -265,9 +265,13 @@ class AsyncJob:
         request = pb.CheckpointRequest(job=self.id, request_id=request_id())
         return await self._committed("Checkpoint", request, progress)
 
-    async def park(self, *, progress: Callable[[AttemptInfo], None] | None = None) -> CheckpointInfo:
-        """Checkpoint the job and take it off its nodes. Returns when it is parked."""
-        request = pb.JobRequest(job=self.id, request_id=request_id())
+    async def park(self, *, keep: str = "", progress: Callable[[AttemptInfo], None] | None = None) -> CheckpointInfo:
+        """Checkpoint the job and take it off its nodes. Returns when it is parked.
+
+        ``keep``: ``gpu`` or ``host``, where its nodes keep the device memory beside the checkpoint, so that a restore
+        there need not read the store.
+        """
+        request = pb.JobRequest(job=self.id, request_id=request_id(), keep=keep)
         checkpoint = await self._committed("Park", request, progress)
         await self.until(lambda job: job.phase not in {"checkpointing", "parking", "running"})
         return checkpoint

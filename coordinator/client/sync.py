@@ -265,9 +265,9 @@ class Job:
         """Checkpoint the job; it runs on. Returns when the checkpoint is committed."""
         return self._loop.run(self._job.checkpoint(progress=progress))
 
-    def park(self, *, progress: Callable[[AttemptInfo], None] | None = None) -> CheckpointInfo:
+    def park(self, *, keep: str = "", progress: Callable[[AttemptInfo], None] | None = None) -> CheckpointInfo:
         """Checkpoint the job and take it off its nodes."""
-        return self._loop.run(self._job.park(progress=progress))
+        return self._loop.run(self._job.park(keep=keep, progress=progress))
 
     def move(self, to: Iterable[str] = (), *, progress: Callable[[AttemptInfo], None] | None = None) -> JobInfo:
         """Checkpoint the job and restore it on these nodes."""

@@ -51,8 +51,8 @@ def handle(t: Turn, event: Asked) -> None:
     match event:
         case CheckpointAsked():
             _attempt(t, event, "checkpoint")
-        case ParkAsked():
-            _attempt(t, event, "park")
+        case ParkAsked(keep=keep):
+            _attempt(t, event, "park", keep=keep)
         case MoveAsked(nodes=nodes, exact=exact):
             _attempt(t, event, "move", nodes, exact)
         case StopAsked(checkpoint=True) if not (t.state.over or t.state.phase == "parked"):
@@ -65,18 +65,20 @@ def handle(t: Turn, event: Asked) -> None:
             raise TypeError(f"no request: {event!r}")
 
 
-def _attempt(t: Turn, event: Asked, purpose: Purpose, nodes: tuple[str, ...] = (), exact: bool = False) -> None:
+def _attempt(
+    t: Turn, event: Asked, purpose: Purpose, nodes: tuple[str, ...] = (), exact: bool = False, keep: str = ""
+) -> None:
     state = t.state
     if not running(t):
         raise _conflict(state, VERBS[type(event)])
     if state.attempt is None and state.trouble is None:
-        attempt.begin(t, purpose, "asked for", nodes=nodes, exact=exact, trace=event.trace)
+        attempt.begin(t, purpose, "asked for", nodes=nodes, exact=exact, keep=keep, trace=event.trace)
         t.remember(event.request, VERBS[type(event)], t.state.attempts)
         return
     waits = state.queued
     if waits is None or waits.purpose == "checkpoint":
         # A checkpoint that somebody waits for is also had from an attempt that then removes the pods.
-        t.set(queued=Queued(purpose=purpose, nodes=nodes, exact=exact, trace=event.trace))
+        t.set(queued=Queued(purpose=purpose, nodes=nodes, exact=exact, keep=keep, trace=event.trace))
     elif purpose != "checkpoint" and (waits.purpose, waits.nodes) != (purpose, nodes):
         raise Conflict(
             f"job {state.name} is to {waits.purpose} as soon as attempt {state.attempts} has ended",

@@ -41,6 +41,7 @@ def begin(
     *,
     nodes: tuple[str, ...] = (),
     exact: bool = False,
+    keep: str = "",
     automatic: bool = False,
     trace: str = "",
 ) -> None:
@@ -58,6 +59,7 @@ def begin(
         automatic=automatic,
         nodes=nodes,
         exact=exact,
+        keep=keep,
         trace=trace or state.trace,
     )
     t.set(attempts=attempt.number, queued=None, next_checkpoint=0.0)
@@ -259,7 +261,15 @@ def after(t: Turn) -> None:
         ending.all_exited(t)
     elif state.queued is not None:
         queued = state.queued
-        begin(t, queued.purpose, "asked for", nodes=queued.nodes, exact=queued.exact, trace=queued.trace)
+        begin(
+            t,
+            queued.purpose,
+            "asked for",
+            nodes=queued.nodes,
+            exact=queued.exact,
+            keep=queued.keep,
+            trace=queued.trace,
+        )
 
 
 def leave(t: Turn, reason: str) -> None:

@@ -27,7 +27,9 @@ class CheckpointAsked(Asked, frozen=True, kw_only=True):
 
 
 class ParkAsked(Asked, frozen=True, kw_only=True):
-    """Take a checkpoint and remove the pods."""
+    """Take a checkpoint and remove the pods. ``keep``: where their device memory stays beside it; empty: nowhere."""
+
+    keep: str = ""
 
 
 class MoveAsked(Asked, frozen=True, kw_only=True):

@@ -95,6 +95,7 @@ class AttemptState(msgspec.Struct, frozen=True, kw_only=True):
     automatic: bool = False
     nodes: tuple[str, ...] = ()  # purpose move: where to
     exact: bool = False  # nodes: one for each pod, as long as that can be; else anywhere
+    keep: str = ""  # purpose park: where the nodes keep the device memory; empty: nowhere
     checkpoint: str = ""
     reason: str = ""
     error_kind: str = ""
@@ -119,6 +120,7 @@ class Queued(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
     nodes: tuple[str, ...] = ()
     exact: bool = False
+    keep: str = ""
     trace: str = ""
 
 

@@ -139,9 +139,12 @@ def test_a_parked_job_holds_nothing_and_comes_back_where_it_is_told(tell: Callab
     async def story(cluster: FakeCluster) -> None:
         job = (await cluster.submit("train")).id
         await cluster.until(job, "running")
-        reply = await cluster.call("Park", pb.JobRequest(job=job))
+        with pytest.raises(UsageError, match="cannot be kept on 'disk'"):
+            await cluster.call("Park", pb.JobRequest(job=job, keep="disk"))
+        reply = await cluster.call("Park", pb.JobRequest(job=job, keep="host"))
         assert (await cluster.attempt(job, reply.attempt)).phase == "committed"
         await cluster.until(job, "parked")
+        assert {keep for node in cluster.nodes.values() for keep in node.keeps} == {"host"}
         assert not cluster.pods()
         saved = [c.id for c in (await cluster.call("ListCheckpoints", pb.ListCheckpointsRequest(job=job))).checkpoints]
         assert saved == [f"{job}-0001"]

@@ -109,6 +109,7 @@ class FakeNode(WorkerServicer):
         self.pods: dict[Key, FakePod] = {}
         self.log: list[str] = []
         self.refusals: list[worker_pb2.Refusal] = []
+        self.keeps: list[str] = []  # where device memory was to be kept, of each attempt that was prepared
         self.before: Callable[[str, int], Awaitable[None]] | None = None
         self.persist_gate = asyncio.Event()
         self.persist_gate.set()
@@ -308,6 +309,7 @@ class FakeNode(WorkerServicer):
             raise Conflict(f"pod {pod.pod} is in attempt {pod.attempt}")
         if pod.attempt != request.attempt:
             pod.attempt, pod.kind, pod.captured = request.attempt, request.kind, -1
+            self.keeps.append(request.keep)
             if pod.phase == "running":
                 pod.change("preparing")
             self._follow(pod, request.remaining_seconds)

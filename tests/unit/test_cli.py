@@ -224,8 +224,10 @@ def test_a_checkpoint_prints_its_id_and_what_it_cost(coordinator: FakeCoordinato
     coordinator.state.add("j")
     done = run("checkpoint", "j")
     assert done.out == "c-1\n" and "stood still for 0.50 s" in done.err
-    found = run("park", "j", "--output", "yaml")
+    found = run("park", "j", "--keep", "host", "--output", "yaml")
     assert yaml.safe_load(found.out)["id"] == "c-1"
+    assert [request.keep for method, request in coordinator.state.requests if method == "Park"] == ["host"]
+    assert "cannot be kept on 'disk'" in run("park", "j", "--keep", "disk").err
 
 
 def test_an_aborted_checkpoint_ends_with_its_code_and_reason(coordinator: FakeCoordinator, run: Run) -> None:

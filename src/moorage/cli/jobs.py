@@ -69,14 +69,24 @@ def checkpoint(job: JobArgument, dry_run: DryRun = False, output: Output = None)
         _report(found.checkpoint(progress=_steps(update)), form)
 
 
-def park(job: JobArgument, dry_run: DryRun = False, output: Output = None) -> None:
+def park(
+    job: JobArgument,
+    keep: Annotated[
+        str,
+        typer.Option(metavar="gpu|host", help="Where its nodes keep the device memory for a faster restore there."),
+    ] = "",
+    dry_run: DryRun = False,
+    output: Output = None,
+) -> None:
     """Checkpoint a job and take it off its nodes."""
+    if keep not in ("", "gpu", "host"):
+        raise UsageError(f"device memory cannot be kept on {keep!r}", "say --keep gpu or --keep host")
     form = output_format(output)
     with client() as api, progress(f"parking {job}") as update:
         found = api.job(job)
         if dry_run:
             return _plan("park", found.status(), form)
-        _report(found.park(progress=_steps(update)), form)
+        _report(found.park(keep=keep, progress=_steps(update)), form)
 
 
 def move(

@@ -209,17 +209,21 @@ class JobRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     request_id: _builtins.str
+    keep: _builtins.str
+    """of Park: gpu or host, where the nodes keep the device memory beside the checkpoint"""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        keep: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "keep", b"keep", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -228,12 +228,15 @@ class AttemptOrder(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     STORE_GENERATION_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     attempt: _builtins.int
     kind: _builtins.str
     """resume or stop"""
     remaining_seconds: _builtins.float
     """until any worker may abort the attempt"""
     store_generation: _builtins.int
+    keep: _builtins.str
+    """of a stop: gpu or host, where the device memory stays beside the checkpoint"""
     @_builtins.property
     def fence(self) -> Global___Fence: ...
     def __init__(
@@ -244,10 +247,11 @@ class AttemptOrder(_message.Message):
         kind: _builtins.str = ...,
         remaining_seconds: _builtins.float = ...,
         store_generation: _builtins.int = ...,
+        keep: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fence", b"fence", "kind", b"kind", "remaining_seconds", b"remaining_seconds", "store_generation", b"store_generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "fence", b"fence", "keep", b"keep", "kind", b"kind", "remaining_seconds", b"remaining_seconds", "store_generation", b"store_generation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
