@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING
 
 import structlog
@@ -28,8 +28,8 @@ from moorage.coordinator.on_pods import Failure
 from moorage.errors import AttemptAborted, DeadlineExceeded
 from moorage.nccl_quiesce import control, driver, rebuild
 from moorage.nccl_quiesce.control import Done, Ids
-from moorage.nccl_quiesce.cut import Cut, Settings
-from moorage.nccl_quiesce.model import Abort
+from moorage.nccl_quiesce.cut import Cut, Memory, Settings
+from moorage.nccl_quiesce.model import Abort, Decision, Snapshot
 from moorage.nccl_quiesce.rounds import Pace, Rounds
 
 if TYPE_CHECKING:
@@ -56,7 +56,15 @@ PACE = Pace(shortest=0.002, longest=0.05, again=1.0)
 
 
 class _Cut(Cut):
+    """``unequal``: whether somebody was behind when the gates had closed."""
+
     picture = rebuild.Survivors
+    unequal: bool | None = None
+
+    def decide(self, memory: Memory, snapshots: Mapping[int, Snapshot], now: float) -> tuple[Memory, Decision]:
+        if self.unequal is None:
+            self.unequal = bool(self.picture(snapshots).behind)
+        return super().decide(memory, snapshots, now)
 
 
 @contextlib.asynccontextmanager
@@ -99,7 +107,8 @@ async def _cut(fleet: Fleet, until: float, job: Job) -> bool:
     """One cut; False: there are other processes than when it began, so it must be made anew."""
     settings = Settings(deadline=max(0.1, until - clock.now()))
     number = fleet.newest + 1
-    rounds = Rounds(fleet.ranks, attempt=number, cut=_Cut(settings, seed=number), pace=PACE)
+    cut = _Cut(settings, seed=number)
+    rounds = Rounds(fleet.ranks, attempt=number, cut=cut, pace=PACE)
     before = fleet.processes.keys()
     began = clock.now()
     async with _step("cut"):
@@ -116,6 +125,7 @@ async def _cut(fleet: Fleet, until: float, job: Job) -> bool:
         processes=len(before),
         rounds=rounds.round,
         slides=rounds.slides,
+        unequal=cut.unequal,
         communicators=len(result.plan.rebuild),
         seconds=round(clock.now() - began, 4),
     )

@@ -24,8 +24,8 @@ class Process(msgspec.Struct, frozen=True):
 
     ``number``: its own for its life, over checkpoints and restores. ``pid``: in the pod. ``rank``: the world rank of
     its environment, -1 if it has none. ``closed``: its gate is. ``torn``: it has no communicator any more, and waits
-    for new ones. ``again``: creations that it took back when it let go of them. ``report``: as of now, with the cut
-    and round that it has heard of last.
+    for new ones. ``again`` and ``widowed``: creations that it took back, and communicators that are not made anew, as
+    it was told when it let go of all. ``report``: as of now, with the cut and round that it has heard of last.
     """
 
     number: int
@@ -36,6 +36,7 @@ class Process(msgspec.Struct, frozen=True):
     torn: bool
     report: Snapshot
     again: tuple[str, ...] = ()
+    widowed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"process {self.pid} ({self.name})"

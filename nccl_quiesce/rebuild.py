@@ -66,14 +66,18 @@ def plan(processes: Mapping[int, Process]) -> Rebuild | None:
     """What must be made anew for all when some process has no communicators; None when nobody lacks any.
 
     The order is that of the names, so it is the same whoever asks. Processes with an open gate came later and have no
-    part in it.
+    part in it. What some member has must be made by all, also by those that the job has destroyed since the cut (they
+    come, and go at once); but for what was a widow at the cut, and what has lost a process since.
     """
     part = {number: process for number, process in processes.items() if process.closed or process.torn}
     if not any(process.torn for process in part.values()):
         return None
     picture = Survivors({number: process.report for number, process in part.items()})
-    found = picture.plan()
-    makers = {name: picture.ranks[name][min(picture.ranks[name])] for name in found.rebuild}
+    had = {name for name, states in picture.states.items() if "ready" in states}
+    widowed = {name for process in part.values() for name in process.widowed}
+    widowed |= {name for name in had if len(picture.ranks[name]) < picture.size[name]}
+    order = tuple(sorted(had - widowed))
+    makers = {name: picture.ranks[name][min(picture.ranks[name])] for name in order}
     again: dict[str, int] = {}
     for number, process in sorted(part.items()):
         for name in process.again:
@@ -81,7 +85,7 @@ def plan(processes: Mapping[int, Process]) -> Rebuild | None:
     # Splits and shrinks need no id: they are made from their parent.
     makers |= {name: number for name, number in again.items() if "/" not in name}
     attempts = {number: process.report.attempt for number, process in part.items()}
-    return Rebuild(found.rebuild, tuple(sorted(again)), found.widowed, makers, attempts)
+    return Rebuild(order, tuple(sorted(again)), tuple(sorted(widowed)), makers, attempts)
 
 
 def parts(plan: Plan, attempt: int, processes: Mapping[int, Process]) -> dict[int, Destroy]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 FOLDER = "/.moorage-nccl"
 SOCKET_FILE = "nccl.sock"
 _COPIES = "nccl"
-_BUILT, _VARIABLE = "intercept/nccl", "MOORAGE_LIBNCCL_PROXY"
+_BUILT, _VARIABLE = "intercept/nccl/moorage-nccl-dir", "MOORAGE_LIBNCCL_PROXY"
 _PHASES_STILL = ("frozen", "sealed", "captured")
 
 
@@ -51,16 +51,16 @@ def processes(pod: Pod) -> PodProcesses:
             _folder(pod) / SOCKET_FILE, pod.record.incarnation, pod.label, on_new=lambda: _note(pod)
         )
         pod.nccl.expected = dict(pod.record.nccl.processes)
-        pod.nccl.again = {number: tuple(names) for number, names in pod.record.nccl.again}
+        pod.nccl.let_go = {n: (tuple(again), tuple(widowed)) for n, again, widowed in pod.record.nccl.let_go}
     return pod.nccl
 
 
 def _note(pod: Pod) -> None:
     """Write down who is there: a worker that follows must not take a process that is not back yet for none."""
     if pod.nccl is not None:
-        pids, again = pod.nccl.known()
-        taken = [(number, list(names)) for number, names in sorted(again.items()) if names]
-        pod.record.nccl = SavedNccl(sorted(pids.items()), taken, pod.record.nccl.files)
+        pids, told = pod.nccl.known()
+        let_go = [(n, list(again), list(widowed)) for n, (again, widowed) in sorted(told.items()) if again or widowed]
+        pod.record.nccl = SavedNccl(sorted(pids.items()), let_go, pod.record.nccl.files)
         pod.save()
 
 

@@ -35,11 +35,11 @@ class StagedCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedNccl(msgspec.Struct, frozen=True):
-    """What a manifest says of a pod's NCCL: processes (number, pid in the pod), creations that they took back, and the
-    libraries that the proxy stands over."""
+    """What a manifest says of a pod's NCCL: processes (number, pid in the pod); creations that they took back, and
+    communicators that are not made anew; the libraries that the proxy stands over."""
 
     processes: list[tuple[int, int]] = []
-    again: list[tuple[int, list[str]]] = []
+    let_go: list[tuple[int, list[str], list[str]]] = []
     files: list[str] = []
 
 

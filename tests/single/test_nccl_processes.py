@@ -163,6 +163,16 @@ def test_cut_torn_down_let_go_of_made_anew_and_right_in_the_end(tmp_path: Path) 
             assert str(short).endswith(f": {short.count} of {short.need} collectives")
             assert str(found.behind[0]) in found.reason
             (tmp_path / "stall-1").unlink()
+            # Who gave an order up does not know whether it was obeyed; the next one asks and goes on.
+            await fleet.look()
+            newest = max(process.report.attempt for process in fleet.known.values())
+            given_up = [asyncio.create_task(fleet.exchange(rank, Order(newest + 1, 1, "cut"))) for rank in (0, 1)]
+            await asyncio.sleep(0)
+            for task in given_up:
+                task.cancel()
+            await asyncio.gather(*given_up, return_exceptions=True)
+            await fleet.open()
+            await steps(tmp_path, 1)
             # A worker that has just come knows nobody until they are back.
             await pod.close()
             pod.expected = dict(pod.known()[0])

@@ -26,10 +26,11 @@ def process(
     rank: int = -1,
     attempt: int = 4,
     again: tuple[str, ...] = (),
+    widowed: tuple[str, ...] = (),
 ) -> Process:
     held = tuple(Handle(name, member, size, state) for (name, member), (size, state) in handles.items())
     snapshot = Snapshot(attempt=attempt, round=2, rank=rank, handles=held)
-    return Process(number, number, "python", rank, closed, torn, snapshot, again)
+    return Process(number, number, "python", rank, closed, torn, snapshot, again, widowed)
 
 
 def test_all_that_all_members_have_is_made_anew_in_one_order_by_the_lowest_member() -> None:
@@ -68,11 +69,15 @@ def test_a_rebuild_that_was_broken_off_begins_again_with_all() -> None:
 def test_widows_and_creations_that_were_taken_back() -> None:
     found = {
         1: process(1, {("a", 0): (2, "ready"), ("exited", 0): (2, "ready")}, again=("id-1", "a/s2")),
-        2: process(2, {("a", 1): (2, "gone")}, again=("id-1",)),
+        2: process(2, {("a", 1): (2, "gone")}, again=("id-1",), widowed=("a",)),
     }
     plan = rebuild.plan(found)
     assert plan is not None
     assert (plan.order, plan.widowed, plan.again) == ((), ("a", "exited"), ("a/s2", "id-1"))
+    # Without having been a widow at the cut it was destroyed since: both must come to its creation once more.
+    found[2] = process(2, {("a", 1): (2, "gone")}, again=("id-1",))
+    later = rebuild.plan(found)
+    assert later is not None and later.order == ("a",) and later.widowed == ("exited",)
     assert plan.makers == {"id-1": 1}, "a split is made from its parent and needs no id"
     told = plan.make({"id-1": b"fresh"})
     assert told[2].again == (("id-1", b"fresh"),)

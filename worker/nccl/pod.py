@@ -38,7 +38,8 @@ class PodProcesses:
     def __init__(self, socket: Path, incarnation: int, label: str, on_new: Callable[[], None] = lambda: None) -> None:
         self.processes: dict[int, NcclProcess] = {}
         self.expected: dict[int, int] = {}  #: number to pid in the pod
-        self.again: dict[int, tuple[str, ...]] = {}  #: of those that are not back yet
+        #: Of those that are not back yet, what they were told at the cut (`control.Process`).
+        self.let_go: dict[int, tuple[tuple[str, ...], tuple[str, ...]]] = {}
         self.runs = asyncio.Event()  #: not let go of
         self._socket, self._incarnation, self.label = socket, incarnation, label
         self._on_new = on_new
@@ -92,7 +93,7 @@ class PodProcesses:
         process = self.processes.get(hello.process)
         if process is None:
             process = self.processes[hello.process] = NcclProcess(link, hello)
-            process.again = self.again.pop(hello.process, ())
+            process.again, process.widowed = self.let_go.pop(hello.process, ((), ()))
             self._on_new()
         else:
             process.link.close()
@@ -108,10 +109,11 @@ class PodProcesses:
             except MoorageError as error:
                 log.warning("a gate was not closed", pod=self.label, pid=process.pid, error=str(error))
 
-    def known(self) -> tuple[dict[int, int], dict[int, tuple[str, ...]]]:
-        """All that are there or expected: number and pid in the pod; the creations that some have taken back."""
+    def known(self) -> tuple[dict[int, int], dict[int, tuple[tuple[str, ...], tuple[str, ...]]]]:
+        """All that are there or expected: number and pid in the pod; what they were told at the last cut."""
         pids = self.expected | {number: process.pid for number, process in self.processes.items()}
-        return pids, self.again | {number: process.again for number, process in self.processes.items()}
+        told = {number: (process.again, process.widowed) for number, process in self.processes.items()}
+        return pids, self.let_go | told
 
     def ends(self) -> frozenset[int]:
         """The inode numbers of the worker's ends of all connections."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from moorage.errors import Unavailable
+from moorage.errors import DeviceFailed, Unavailable
 from moorage.nccl_quiesce import control, wire
 from moorage.nccl_quiesce.model import Order, Phase, Snapshot
 from moorage.worker.nccl.link import Link
@@ -16,7 +16,7 @@ _ANSWER_SECONDS = 10.0
 
 
 class NcclProcess:
-    """``number`` is the proxy's own and survives checkpoints. ``again``: creations that it took back at the last cut.
+    """``number`` is the proxy's own and survives checkpoints. ``again``, ``widowed``: as it was told at the last cut.
 
     A gate that has opened by itself (its worker was away for too long) ends the cut for this process: it is told no
     more of that one, and whoever leads it hears nothing of it until the deadline. ``over`` is the newest such cut.
@@ -25,6 +25,7 @@ class NcclProcess:
     def __init__(self, link: Link, hello: wire.Hello) -> None:
         self.number, self.pid, self.name = hello.process, hello.pid, hello.name
         self.again: tuple[str, ...] = ()
+        self.widowed: tuple[str, ...] = ()
         #: Long commands one after another, whoever has given up waiting for the one before.
         self.long = asyncio.Lock()
         self.connect(link, hello)
@@ -57,11 +58,22 @@ class NcclProcess:
         """Carry out an order and report; None when it is out of date. Raises `Unavailable`, `DeviceFailed`."""
         if order.phase != "open" and order.attempt == self.over:
             return None
-        report = await self._obey(order, seconds)
-        if report is not None:
+        before = self.attempt, self.round, self.phase, self.over
+        if (order.attempt, order.round) >= before[:2]:
+            # Known from now on, whether somebody hears the answer or not: what is sent is obeyed.
             self.attempt, self.round, self.phase = order.attempt, order.round, order.phase
             self.over = order.attempt if order.phase == "open" else 0
-        return report
+        obeyed = True
+        try:
+            report = await self._obey(order, seconds)
+            obeyed = report is not None
+            return report
+        except DeviceFailed:
+            obeyed = False
+            raise
+        finally:
+            if not obeyed and (self.attempt, self.round) == (order.attempt, order.round):
+                self.attempt, self.round, self.phase, self.over = before
 
     async def _obey(self, order: Order, seconds: float) -> Snapshot | None:
         report = await self.link.command(lambda request: wire.Obey.of(request, order), wire.Report, seconds=seconds)
@@ -99,6 +111,7 @@ class NcclProcess:
             torn=self.torn,
             report=report,
             again=self.again,
+            widowed=self.widowed,
         )
 
     async def prepare(self, seconds: float = _ANSWER_SECONDS) -> list[wire.Refusal]:
@@ -108,7 +121,8 @@ class NcclProcess:
     async def destroy(self, order: control.Destroy, seconds: float) -> None:
         """Let go of all communicators. May be repeated."""
         async with self.long:
-            self.torn, self.again = True, order.own  # whatever comes of it: the process waits for new ones
+            # Whatever comes of it, the process waits for new ones.
+            self.torn, self.again, self.widowed = True, order.own, order.widowed
             await self.link.command(
                 lambda request: wire.Teardown(request, order.attempt, list(order.again), list(order.widowed), seconds),
                 wire.Done,

@@ -149,11 +149,14 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
     if (door.locals > 0) return {wire::kDeadline, "a call that issues nothing does not return from NCCL"};
     aborted = take_back(lock, again);
     for (Comm* comm : comms()) {
-      if (comm->real == nullptr || comm->ending) continue;
-      if (listed(widowed, comm->name())) {
-        aborted.push_back(std::exchange(comm->real, nullptr));
+      if (comm->ending) continue;
+      if (listed(widowed, comm->name()) && !comm->dead) {
+        // Also one that is torn down already: a partner may have exited since the cut.
+        if (comm->real != nullptr) aborted.push_back(std::exchange(comm->real, nullptr));
         comm->dead = true;
         door.gone(*comm->member);
+      } else if (comm->real == nullptr) {
+        continue;
       } else if (comm->dead) {
         rest.push_back(std::exchange(comm->real, nullptr));
       } else {
