@@ -181,17 +181,7 @@ def _strangers(pod: Pod) -> list[Objection]:
     """Processes with an NCCL that the proxy does not stand over."""
     if _proxy() is None:
         return []
-    covered = {*pod.record.nccl.files}
-    found: dict[tuple[int, str], None] = {}
-    for pid in pod.processes():
-        try:
-            maps = Path("/proc", str(pid), "maps").read_text(errors="replace")
-        except OSError:
-            continue
-        for line in maps.splitlines():
-            path = line.split(None, 5)[5:]
-            if path and "/libnccl.so" in path[0] and path[0] not in covered and not path[0].startswith(FOLDER):
-                found[pid, path[0]] = None
+    found = libraries.uncovered(pod.processes(), pod.record.nccl.files, real=FOLDER)
     return [
         Objection(
             f"process {pid} uses {path}",

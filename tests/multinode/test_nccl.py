@@ -106,7 +106,7 @@ def test_the_proxy_in_the_place_of_a_library_carries_a_job_through(cluster: DevC
     live = cluster.folder / "proxied"
     live.mkdir()
     environment = build(cluster.folder / "libraries") | {"FAKE_NCCL_FILE": str(live / "place"), "MOORAGE_NCCL": "1"}
-    command = f"exec {sys.executable} {_TESTS / 'programs/nccl_job.py'} $RANK $WORLD_SIZE {live} 1500"
+    command = f"exec {sys.executable} {_TESTS / 'programs/nccl_job.py'} $RANK $WORLD_SIZE {live} 1000"
     job = cluster.client().run(
         ["sh", "-c", command],
         pods=2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from pathlib import Path
 
 from moorage.worker.nccl import libraries
@@ -43,3 +45,16 @@ def test_in_an_image(tmp_path: Path) -> None:
     (root / "opt/libnccl.so.2").symlink_to(outside)
     found = libraries.find(["/usr/bin/python3"], {"LD_LIBRARY_PATH": "/opt"}, root=root)
     assert found == ["/usr/local/lib/python3.11/dist-packages/nvidia/nccl/lib/libnccl.so.2"]
+
+
+def test_who_has_mapped_one_that_nobody_stands_over(tmp_path: Path) -> None:
+    covered, real, late = (_file(tmp_path / folder / "libnccl.so.2") for folder in ("known", "real", "late"))
+    maps = []
+    for path in (covered, real, late):
+        with Path(path).open() as file:
+            maps.append(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    own = os.getpid()
+    found = libraries.uncovered([own, 1 << 30], [covered], real=f"{tmp_path}/real")
+    assert [entry for entry in found if entry[1].startswith(str(tmp_path))] == [(own, late)]
+    for mapped in maps:
+        mapped.close()

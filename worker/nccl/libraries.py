@@ -38,6 +38,23 @@ def find(
     return sorted(found | set(seen))
 
 
+def uncovered(pids: Iterable[int], files: Iterable[str], *, real: str) -> list[tuple[int, str]]:
+    """Processes, by host pid, that have mapped an NCCL other than ``files``. ``real``: below it lie those that the
+    proxy itself opens."""
+    covered = set(files)
+    found: dict[tuple[int, str], None] = {}
+    for pid in pids:
+        try:
+            maps = Path("/proc", str(pid), "maps").read_text(errors="replace")
+        except OSError:
+            continue  # it has ended
+        for line in maps.splitlines():
+            path = line.split(None, 5)[5:]
+            if path and "/libnccl.so" in path[0] and path[0] not in covered and not path[0].startswith(real):
+                found[pid, path[0]] = None
+    return list(found)
+
+
 def _packages(paths: Iterable[str], environment: Mapping[str, str], root: Path) -> Iterator[Path]:
     prefixes = {Path(prefix) for prefix in _HOST_PREFIXES}
     for path in map(Path, paths):
