@@ -200,7 +200,7 @@ async def collect(leader: Leader, job: Job, order: Collect) -> None:
                 job.post(failed)
                 return
             if result.verdict == "yes":
-                job.post(_persisted(order, votes))
+                job.post(_persisted(order, votes, job.gates_seconds if start.kind == "resume" else 0.0))
                 return
 
 
@@ -215,13 +215,14 @@ async def _running_again(leader: Leader, job: Job, order: Collect) -> None:
         job.post(ev.NodeLost(time=time.time(), node=gone.node))
 
 
-def _persisted(order: Collect, votes: dict[int, Vote]) -> ev.Persisted:
+def _persisted(order: Collect, votes: dict[int, Vote], gates_seconds: float) -> ev.Persisted:
+    """``gates_seconds``: how long NCCL kept the job waiting, from the first gate closed until all were open."""
     return ev.Persisted(
         time=time.time(),
         of=order,
         bytes_total=sum(vote.bytes_total for vote in votes.values()),
         bytes_new=sum(vote.bytes_new for vote in votes.values()),
-        pause_seconds=round(max(vote.pause_seconds for vote in votes.values()), 4),
+        pause_seconds=round(max(gates_seconds, *(vote.pause_seconds for vote in votes.values())), 4),
     )
 
 

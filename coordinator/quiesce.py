@@ -98,6 +98,9 @@ async def close(leader: Leader, job: Job, incarnation: int, seconds: float) -> N
     until = clock.now() + min(_LONGEST, seconds * _SHARE)
     async with _fleet(leader, job, incarnation) as fleet:
         await fleet.look(_OPEN_SECONDS)
+        job.gates_seconds = 0.0
+        if fleet.processes and not job.gates_closed:
+            job.gates_closed = clock.now()
         while fleet.processes and not fleet.parted:
             if await _cut(fleet, until, job):
                 return
@@ -178,6 +181,8 @@ async def open_again(leader: Leader, job: Job, incarnation: int) -> None:
             rounds = Rounds(fleet.ranks, attempt=fleet.newest + 1, cut=Cut(), pace=PACE)
             async with _step("open"):
                 await _release(fleet, rounds)
+        if job.gates_closed:
+            job.gates_seconds, job.gates_closed = clock.now() - job.gates_closed, 0.0
 
 
 async def _make(fleet: Fleet, job: Job) -> None:
