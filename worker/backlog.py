@@ -1,7 +1,8 @@
-"""A pod's connections that wait to be accepted, over a checkpoint and a restore.
+"""What a pod has that CRIU refuses: connections that wait to be accepted, and pipes of packets.
 
-They are out of their queues while CRIU looks (it would refuse them), and back before the capture is over. What was
-taken is in a file of the pod's folder meanwhile: a worker that follows puts it back before the pod runs on.
+While CRIU looks, the connections are out of their queues and the pipes are plain ones; all is back before the capture
+is over. What was changed is in a file of the pod's folder meanwhile: a worker that follows puts it back before the pod
+runs on.
 """
 
 from __future__ import annotations
@@ -14,27 +15,54 @@ from pathlib import Path
 import msgspec
 
 from moorage.errors import NotFound
+from moorage.worker import extra_files
 from moorage.worker.borrow import borrowed_socket
+from moorage.worker.extra_record import PacketPipe
+from moorage.worker.extra_state import tasks_of
 from moorage.worker.guard.files import write_private
 from moorage.worker.network import waiting
 from moorage.worker.network.waiting import Waiting
 from moorage.worker.pod import Pod
 from moorage.worker.transient import waiting_ports
 
-FILE = "backlog.json"
+FILE = "aside.json"
 #: What a new connection takes in before its receiver has read any of it.
 _SMALL_BYTES = 30_000
 
 
-def take(pod: Pod, pids: list[int]) -> list[Waiting]:
-    """Take all that wait out of their queues. Raises `OSError`, `EnvironmentLacking`."""
-    if not pids or not (ports := waiting_ports(pids[0])):
-        return []
+class Aside(msgspec.Struct):
+    """What `put_back` has to put back."""
+
+    waiting: list[Waiting] = []
+    packets: list[PacketPipe] = []
+
+
+def take(pod: Pod, pids: list[int], packets: list[PacketPipe]) -> list[Waiting]:
+    """Take the connections that wait out of their queues, and make these pipes plain.
+
+    Returns the connections. Raises `OSError`, `EnvironmentLacking`.
+    """
+    aside = Aside(packets=[PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets])
+    if pids and (ports := waiting_ports(pids[0])):
+        aside.waiting = _take(pod, pids, ports, aside)
+    elif packets:
+        _note(pod, aside)
+    if packets:
+        extra_files.set_packets(packets, dict(tasks_of(pids)), on=False)
+    return aside.waiting
+
+
+def _note(pod: Pod, aside: Aside) -> None:
+    write_private(pod.folder / FILE, msgspec.json.encode(aside))
+
+
+def _take(pod: Pod, pids: list[int], ports: list[int], aside: Aside) -> list[Waiting]:
     pod.network.shield(ports=ports)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(borrowed_socket(*place)) for place in _listeners(pids, set(ports))]
         taken, accepted = waiting.take(listeners)
-        write_private(pod.folder / FILE, msgspec.json.encode(taken))
+        aside.waiting = taken
+        _note(pod, aside)
         waiting.vanish(accepted)
     pod.network.shield(waiting=taken)
     pod.log.info("connections wait to be accepted", count=len(taken), bytes=sum(len(one.data) for one in taken))
@@ -68,7 +96,10 @@ def put_back(pod: Pod) -> None:
     """Put back what `take` has taken, if it was not yet. Raises `OSError`."""
     file = pod.folder / FILE
     if file.exists():
-        give(pod, msgspec.json.decode(file.read_bytes(), type=list[Waiting]))
+        aside = msgspec.json.decode(file.read_bytes(), type=Aside)
+        extra_files.set_packets(aside.packets, dict(tasks_of(pod.processes())), on=True)
+        if aside.waiting:
+            give(pod, aside.waiting)
         file.unlink()
 
 

@@ -28,15 +28,29 @@ class Thread(msgspec.Struct, frozen=True):
     slack: int = 0  # nanoseconds
 
 
+class PacketPipe(msgspec.Struct, frozen=True):
+    """A descriptor (``pid`` and ``fd`` are those inside the pod) of a pipe of packets; one of each pipe has what waits
+    in it."""
+
+    pid: int
+    fd: int
+    packets: list[bytes]
+
+
 class Extras(msgspec.Struct):
     """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
-    POSIX timer → the thread that it signals. ``backlog``: connections that wait to be accepted, ``datagrams``: what
-    waits in UDP sockets. All numbers are those in the pod."""
+    POSIX timer → the thread that it signals. ``eventfds``: process → descriptor → flags, of those that CRIU would make
+    otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT.
+    ``backlog``: connections that wait to be accepted, ``datagrams``: what waits in UDP sockets. All numbers are those
+    in the pod."""
 
     links: dict[str, str] = {}
     timers: dict[str, dict[int, int]] = {}
     sockets: list[SocketOptions] = []
     scheduling: list[Thread] = []
+    eventfds: dict[str, dict[int, int]] = {}
+    zombies: dict[str, int] = {}
+    packets: list[PacketPipe] = []
     backlog: list[Waiting] = []
     datagrams: list[Datagram] = []
 

@@ -1,6 +1,7 @@
 """Kinds of state that CRIU 4.2 does not save, read from the frozen pod, and given back to the restored one.
 
 * options of TCP and UDP sockets (``TCP_USER_TIMEOUT`` and others);
+* eventfds with EFD_SEMAPHORE, pipes of packets, exit codes above 127: see `extra_files`;
 * datagrams that wait in UDP sockets;
 * processor affinity and timer slack of threads;
 * the threads that POSIX timers signal, and the names that are left of files whose opened name was removed: `mend`
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import structlog
 
 from moorage.errors import Refused
+from moorage.worker import extra_files
 from moorage.worker.borrow import borrowed, borrowed_socket, libc
 from moorage.worker.extra_record import Extras, SocketOptions, Thread
 from moorage.worker.layers import PodLayers
@@ -69,6 +71,7 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
     again: list[Datagram] = []
     seen: set[int] = set()
     everywhere = os.sched_getaffinity(0)
+    host_pids = list(host_pids)
     for pid in host_pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             folder = Path("/proc", str(pid))
@@ -77,6 +80,10 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
             for fd, target in _descriptors(folder):
                 if target == "anon_inode:[timerfd]":
                     _count_ticks(pid, fd)
+                elif target == "anon_inode:[eventfd]":
+                    extra_files.eventfd(folder, inside, fd, extras)
+                elif target.startswith("pipe:"):
+                    extra_files.packets(folder, inside, fd, extras, seen)
                 elif target.startswith("anon_inode:inotify"):
                     _watches(pid, folder, fd, watches)
                 elif target.startswith("socket:"):
@@ -86,6 +93,7 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
             for path, target in _mapped(folder):
                 _nameless(path, target, f"process {inside}, a mapping", nameless)
             near.append(str((folder / "cwd").readlink()))
+    extra_files.zombies(host_pids, extras)
     extras.links = _names_left(nameless, layers)
     return Collected(extras, _watched(watches, layers, near), again)
 
@@ -217,7 +225,7 @@ def _names_left(nameless: dict[str, tuple[int, int, str]], layers: PodLayers) ->
 
 def give_back(host_pids: Iterable[int], extras: Extras) -> None:
     """Give the restored, still frozen processes what `collect` had found. What this node does not allow is logged."""
-    tasks = dict(_tasks(host_pids))
+    tasks = dict(tasks_of(host_pids))
     here = os.sched_getaffinity(0)
     for thread in extras.scheduling:
         host = tasks.get(thread.tid)
@@ -234,8 +242,10 @@ def give_back(host_pids: Iterable[int], extras: Extras) -> None:
         if host is not None:
             _set_options(host, saved)
 
+    extra_files.give_back(extras.packets, tasks)
 
-def _tasks(host_pids: Iterable[int]) -> Iterator[tuple[int, int]]:
+
+def tasks_of(host_pids: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Pairs of a thread's number in the pod and on the host."""
     for pid in host_pids:
         folder = Path("/proc", str(pid), "task")

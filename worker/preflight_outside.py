@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import socket
 import stat
 import struct
@@ -21,7 +20,6 @@ from moorage.worker.preflight_ties import Fact, parse_locks, shared_locks, too_s
 
 _SIOCGSKNS = 0x894C
 _TCP_USER_TIMEOUT = 18
-_O_DIRECT = os.O_DIRECT
 _OWN_NAMESPACES = ("pid", "user", "mnt", "net", "ipc", "uts", "time")
 _SOCK_DIAG_BY_FAMILY, _DUMP, _SHOW_PEER, _PEER = 20, 0x301, 4, 2
 _HEADER = struct.Struct("=IHHII")
@@ -46,7 +44,6 @@ def look(
     strangers = {int(fact.target) for fact in facts}
     own = [process for process in processes if process.host_pid not in strangers]
     facts += [fact for process in own for fact in _of_process(process, init)]
-    facts += _zombies(pids)
     unix_peers = {inode: peer for inode, peer in unix_peers.items() if peer not in own_ends}
     shared, outside = _outside(own, frozenset(pids), init, unix_peers)
     facts += [
@@ -70,17 +67,6 @@ def _of_process(process: Process, init: int) -> Iterator[Fact]:
                 break
         if " /[aio]" in (folder / "maps").read_text():
             yield Fact("aio", str(process))
-        for file in process.files:
-            pipe = stat.S_ISFIFO(file.mode) and file.target.startswith("pipe:")
-            if not pipe and file.target != "anon_inode:[eventfd]":
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                fdinfo = (folder / "fdinfo" / str(file.fd)).read_text()
-                flags = re.search(r"^flags:\s+(\d+)", fdinfo, re.MULTILINE)
-                if pipe and flags and int(flags[1], 8) & _O_DIRECT:
-                    yield Fact("packets", str(process), file.fd, file.target)
-                if re.search(r"^eventfd-semaphore:\s+1", fdinfo, re.MULTILINE):
-                    yield Fact("semaphore", str(process), file.fd, file.target)
 
 
 def _namespace(pid: int, kind: str) -> str:
@@ -89,23 +75,6 @@ def _namespace(pid: int, kind: str) -> str:
         return str(Path("/proc", str(pid), "ns", kind).readlink())
     except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-def _zombies(pids: Iterable[int]) -> Iterator[Fact]:
-    """Zombies are in no list of a cgroup: they are found as children."""
-    for pid in (child for parent in pids for child in _children(parent)):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            text = Path("/proc", str(pid), "stat").read_text()
-            fields = text.rpartition(")")[2].split()
-            code = int(fields[-1]) >> 8
-            if fields[0] == "Z" and not int(fields[-1]) & 0x7F and code > 127:
-                yield Fact("exit code", _name(pid), detail=str(code))
-
-
-def _children(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for task in Path("/proc", str(pid), "task").iterdir():
-            yield from map(int, (task / "children").read_text().split())
 
 
 def _name(pid: int) -> str:

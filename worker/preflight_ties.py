@@ -65,18 +65,6 @@ SAYINGS: Final = {
         "moorage did not start it: {detail}",
         "end it, or start it with `moorage run` or `moorage exec`",
     ),
-    "exit code": Saying(
-        "it has ended with exit code {detail}, nobody has waited for it, and a code above 127 cannot be restored",
-        "let its parent wait for it",
-    ),
-    "semaphore": Saying(
-        "it is an eventfd with EFD_SEMAPHORE, which would come back as a plain counter",
-        "use a plain eventfd or a POSIX semaphore, or close it before the checkpoint",
-    ),
-    "packets": Saying(
-        "it is a pipe of packets (O_DIRECT), whose borders would be lost",
-        "use a plain pipe or a unix socket of the type SOCK_SEQPACKET",
-    ),
 }
 
 

@@ -31,7 +31,7 @@ from moorage.worker.layers import CaptureIndex, PodLayers
 from moorage.worker.pod import Pod
 from moorage.worker.pod_phase import Change
 from moorage.worker.pod_steps import Timings, all_ended, timed
-from moorage.worker.sandbox import mend
+from moorage.worker.sandbox import criu, mend
 
 _SLACK_BYTES = 16 << 20
 #: How long the processes of a restored pod may take until they have their GPUs back.
@@ -181,7 +181,7 @@ def _come_back_finished(pod: Pod, manifest: PodManifest) -> None:
 async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
     async with step("worker.restore.rebuild"):
         images, work = staging / attempt_capture.IMAGES, pod.folder / "criu"
-        extras = await asyncio.to_thread(_mend, images)
+        extras = await asyncio.to_thread(_mend, images, work)
         external = str(manifest.network.get("external_address", ""))
         waiting = backlog.of_job(pod, extras.backlog, manifest.node, external)
         if waiting:  # before the other ends are back and ask for them
@@ -199,10 +199,14 @@ async def _stand(pod: Pod, manifest: PodManifest) -> None:
     await settle(pod, str(manifest.network.get("external_address", "")), manifest.node)
 
 
-def _mend(folder: Path) -> Extras:
+def _mend(folder: Path, work: Path) -> Extras:
     saved = folder / extra_record.FILE
     extras = Extras.decode(saved.read_bytes()) if saved.exists() else Extras()  # a checkpoint of an older version
-    mend.mend(folder, extras)
+    told = mend.mend(folder, extras)
+    (work / criu.MENDS_FILE).unlink(missing_ok=True)
+    if told:
+        work.mkdir(mode=0o700, exist_ok=True)
+        write_private(work / criu.MENDS_FILE, told.encode())
     return extras
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import re
@@ -141,9 +142,6 @@ _OWN = {
     "aio": (_PROCESS + r": it has an AIO context \(io_setup\)", "call io_destroy"),
     "user_timeout": (_DESCRIPTOR + ": TCP_USER_TIMEOUT of 1500 ms is shorter", "set TCP_USER_TIMEOUT to 0"),
     "nested": (_PROCESS + ": it is in a (user|pid) namespace of its own", "end the nested container"),
-    "exit_code": (_PROCESS + ": it has ended with exit code 200", "let its parent wait"),
-    "semaphore": (_DESCRIPTOR + ": it is an eventfd with EFD_SEMAPHORE", "use a plain eventfd"),
-    "packets": (_DESCRIPTOR + r": it is a pipe of packets \(O_DIRECT\)", "use a plain pipe"),
 }
 
 
@@ -164,6 +162,21 @@ def test_io_uring_is_answered_as_if_the_kernel_had_none(offender: Offender) -> N
         assert words == "ENOSYS"
         offender.job.checkpoint()
     _messages["io_uring"] = {"message": "not refused: `io_uring_setup` answers ENOSYS in a pod, and programs use epoll"}
+
+
+def test_shared_memory_of_system_v_from_outside_is_not_there(offender: Offender) -> None:
+    libc, key = ctypes.CDLL(None, use_errno=True), 0x6D000000 | os.getpid() & 0xFFFFFF
+    segment = libc.shmget(key, 4096, 0o1600)  # IPC_CREAT
+    assert segment >= 0
+    try:
+        (offender.folder / "key").write_text(str(key))
+        with offender.doing("sysv_outside") as words:
+            assert words == "ENOENT"
+            offender.job.checkpoint()
+    finally:
+        libc.shmctl(segment, 0, None)
+    words = "not refused: a pod has System V objects of its own; `shmget` with a key of the outside answers ENOENT"
+    _messages["sysv_outside"] = {"message": words}
 
 
 def test_descriptors_that_came_from_outside_are_refused(offender: Offender, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from moorage.coordinator.client import Job
 from moorage.dev import layout
 from moorage.dev.network import free_ports
-from tests.support import state_programs
+from tests.support import later_clocks, state_programs
 from tests.support.cluster import DevCluster
 
 pytestmark = [pytest.mark.root, pytest.mark.torch]
@@ -29,11 +29,15 @@ _gateway: list[str] = []
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[DevCluster]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DevCluster]:
     def note(made: layout.Cluster) -> None:
         _gateway[:] = [made.gateway]
 
-    with state_programs.huge_pages(8), DevCluster(nodes=3, lease_seconds=10, on_network=note) as made:
+    runtime = later_clocks.runtime(tmp_path_factory.mktemp("runtime") / "late")
+    with (
+        state_programs.huge_pages(8),
+        DevCluster(nodes=3, lease_seconds=10, on_network=note, environment=runtime) as made,
+    ):
         yield made
 
 
@@ -50,7 +54,12 @@ class StateJob:
             [sys.executable, "-u", str(state_programs.DRIVER), str(state_programs.build()), *names],
             working_directory=str(work),
             mounts=[f"{self.live}:{self.live}"],
-            env={"STATE_STOP": str(self.live / "stop"), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})},
+            env={
+                "STATE_STOP": str(self.live / "stop"),
+                "STATE_UPTIME": str(later_clocks.SECONDS),
+                "PYTHONDONTWRITEBYTECODE": "1",
+                **(env or {}),
+            },
             **more,
         )
 

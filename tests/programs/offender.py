@@ -100,6 +100,11 @@ def aio() -> str:
     return f"{_call(209, context, 1, blocks)} in flight"
 
 
+def sysv_outside() -> str:
+    segment = int(_libc.shmget(int((_folder / "key").read_text()), 0, 0))
+    return "attached" if segment >= 0 else errno.errorcode[ctypes.get_errno()]
+
+
 def user_timeout() -> str:
     server = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(server.getsockname())
@@ -114,24 +119,6 @@ def nested() -> str:
     if os.fork() == 0:
         while True:
             time.sleep(1000)
-    return ""
-
-
-def exit_code() -> str:
-    pid = os.fork()
-    if pid == 0:
-        os._exit(200)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    return str(pid)
-
-
-def semaphore() -> str:
-    _kept.append(_call(290, 3, 1))
-    return ""
-
-
-def packets() -> str:
-    _kept.append(os.pipe2(os.O_DIRECT))
     return ""
 
 

@@ -78,3 +78,20 @@ def test_extras_are_what_they_were() -> None:
     assert Extras.decode(extras.encode()) == extras
     with pytest.raises(CorruptData):
         Extras.decode(b"{")
+
+
+def test_an_eventfd_that_criu_makes_otherwise_gets_a_counter_of_its_own(tmp_path: Path) -> None:
+    first = 0xE0000000
+    counters = {1: 5, 2: first, 3: (1 << 40) + 7}
+    _write(
+        tmp_path / "files.img",
+        *(_file(6, number, eventfd={"id": number, "counter": counter}) for number, counter in counters.items()),
+    )
+    _write(tmp_path / "ids-7.img", images.message("ids")(files_id=4))
+    descriptors = ({"id": 1, "fd": 10}, {"id": 2, "fd": 11}, {"id": 3, "fd": 12})
+    _write(tmp_path / "fdinfo-4.img", *(images.message("descriptor")(**one) for one in descriptors))
+    said = mend.mend(tmp_path, Extras(eventfds={"7": {10: 1, 12: 0}}, zombies={"9": 200}))
+    _, files = images.read(tmp_path / "files.img", "file")
+    assert [file.eventfd.counter for file in files] == [first + 1, first, first + 2]
+    assert said == f"z 9 200;e {first + 1} 5 1;e {first + 2} {(1 << 40) + 7} 0;"
+    assert mend.mend(tmp_path, Extras()) == ""

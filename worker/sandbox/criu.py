@@ -38,6 +38,8 @@ _OPTIONS: Final = (
 LIMITS_LIBRARY: Final = "moorage-criu-limits.so"
 
 
+#: In the folder where a restore works: what the library says in CRIU's place, see native/criu_limits/mends.cpp.
+MENDS_FILE: Final = "mends"
 #: In the folder where a dump works: the pod has POSIX timers that signal single threads.
 THREAD_TIMERS_FILE: Final = "thread-timers"
 
@@ -47,16 +49,22 @@ def environment(work: Path) -> dict[str, str]:
     # CRIU 4.2 takes a thread's number from memory that it has not written to, and gives up when it finds 0 there. The
     # number is put right before the restore (`mend`), so it only must not be 0.
     fill = {"MALLOC_PERTURB_": "90"} if (work / THREAD_TIMERS_FILE).exists() else {}
-    return _preload() | fill
+    try:
+        mends = {"MOORAGE_CRIU_MENDS": (work / MENDS_FILE).read_text()}
+    except FileNotFoundError:
+        mends = {}
+    return _preload(bool(mends)) | mends | fill
 
 
 @functools.cache
-def _preload() -> dict[str, str]:
-    if limits.has_capability(limits.CAP_SYS_RESOURCE):
+def _preload(needed: bool) -> dict[str, str]:
+    if limits.has_capability(limits.CAP_SYS_RESOURCE) and not needed:
         return {}
     try:
         return {"LD_PRELOAD": str(native.find(LIMITS_LIBRARY, "criu_limits"))}
     except EnvironmentLacking:
+        if needed:
+            raise
         return {}  # jobs of root can be saved without; for others CRIU's own words say what is missing
 
 

@@ -3,27 +3,57 @@
 * A periodic timerfd that has ticked unread shows no time to its next tick (the kernel starts it again at the next
   read), and CRIU would restore it stopped: it gets one nanosecond.
 * A POSIX timer that signals one thread names none: CRIU writes down what happened to be in its memory.
+* Of an eventfd with EFD_SEMAPHORE or a counter of more than 32 bits, and of an exit code above 127, a preloaded library
+  is told (native/criu_limits/mends.cpp).
 * An open file that lost its name while it has another is opened by the other one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from moorage.worker.extra_record import Extras
 from moorage.worker.sandbox import images
 
+#: Counters from here on stand for eventfds that the library makes.
+_FIRST_MARK = 0xE0000000
 
-def mend(folder: Path, extras: Extras) -> None:
-    """Edit the images in ``folder``. Raises `CorruptData`."""
+
+def mend(folder: Path, extras: Extras) -> str:
+    """Edit the images in ``folder``; what `criu.MENDS_FILE` has to say. Raises `CorruptData`."""
     images.edit(folder / "files.img", "file", wind_timers)
     if extras.links:
         _relink(folder, extras.links)
     for process, timers in extras.timers.items():
         images.edit(folder / f"core-{process}.img", "core", functools.partial(name_threads, threads=timers))
+    said = [f"z {process} {code};" for process, code in extras.zombies.items()]
+    if extras.eventfds:
+        flags = dict(pair for process, fds in extras.eventfds.items() for pair in _files(folder, process, fds))
+        images.edit(folder / "files.img", "file", functools.partial(mark_eventfds, flags=flags, said=said))
+    return "".join(said)
+
+
+def _files(folder: Path, process: str, fds: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+    """Ids of the open files behind descriptors of a process, with what ``fds`` holds for each."""
+    table = images.read(folder / f"ids-{process}.img", "ids")[1][0].files_id
+    for one in images.read(folder / f"fdinfo-{table}.img", "descriptor")[1]:
+        if one.fd in fds:
+            yield one.id, fds[one.fd]
+
+
+def mark_eventfds(files: list[Any], flags: Mapping[int, int], said: list[str]) -> list[Any]:
+    """Give the eventfds with these ids counters that no other one has; ``said`` gets what they stand for."""
+    counters = {file.eventfd.counter & 0xFFFFFFFF for file in files if file.type == images.TYPE_EVENTFD}
+    marks = (mark for mark in range(_FIRST_MARK, 1 << 32) if mark not in counters)
+    for file in files:
+        if file.type == images.TYPE_EVENTFD and file.id in flags:
+            mark = next(marks)
+            said.append(f"e {mark} {file.eventfd.counter} {flags[file.id]};")
+            file.eventfd.counter = mark
+    return files
 
 
 def wind_timers(files: list[Any]) -> list[Any] | None:

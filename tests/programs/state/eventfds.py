@@ -1,4 +1,4 @@
-"""eventfd: a counter with a value in it, one that does not block, one shared by two processes."""
+"""eventfd: a counter with a value in it, a large one, one that does not block, one of two processes, EFD_SEMAPHORE."""
 
 import contextlib
 import os
@@ -6,6 +6,9 @@ import struct
 from collections.abc import Iterator
 
 from kit import call, equal, fork, run
+
+EFD_SEMAPHORE = 1
+LARGE = (1 << 40) + 12345
 
 
 def program(nonce: bytes) -> Iterator[None]:
@@ -19,6 +22,12 @@ def program(nonce: bytes) -> Iterator[None]:
             os.write(answer, struct.pack("<Q", value + 1))
 
     fork(child)
+    large, semaphore, empty = (
+        call("eventfd", 0, 0),
+        call("eventfd", 5, EFD_SEMAPHORE),
+        call("eventfd", 0, EFD_SEMAPHORE),
+    )
+    os.write(large, struct.pack("<Q", LARGE))
     held, step = 1000, 0
     yield
     while True:
@@ -30,6 +39,16 @@ def program(nonce: bytes) -> Iterator[None]:
         equal(struct.unpack("<Q", os.read(answer, 8)), (step + 1,), "the child's answer")
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
             equal(struct.unpack("<Q", os.read(quiet, 8)), (7,), "the one that nobody has read")
+            equal(struct.unpack("<Q", os.read(large, 8)), (LARGE,), "a counter of more than 32 bits")
+            os.write(empty, struct.pack("<Q", 2))
+            for fd, count in ((semaphore, 5), (empty, 2)):
+                os.set_blocking(fd, False)
+                taken = 0
+                with contextlib.suppress(BlockingIOError):
+                    while True:
+                        equal(struct.unpack("<Q", os.read(fd, 8)), (1,), "what a semaphore gives")
+                        taken += 1
+                equal(taken, count, "how often it gives")
             with contextlib.suppress(BlockingIOError):
                 os.read(quiet, 8)
             yield

@@ -1,4 +1,4 @@
-"""Pipes with data in them: one that is ahead, a full one of another size, one whose writer is gone."""
+"""Pipes with data in them: one that is ahead, a full one of another size, one whose writer is gone, one of packets."""
 
 import fcntl
 import os
@@ -24,6 +24,11 @@ def program(nonce: bytes) -> Iterator[None]:
     closed = os.pipe()
     os.write(closed[1], whole[:777])
     os.close(closed[1])
+    packets = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
+    sizes = (1, 100, 4096, 3, 3, 2000)
+    for number, size in enumerate(sizes):
+        os.write(packets[1], pattern(nonce, size, f"packet {number}"))
+    unused = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
     step = 0
     yield
     while True:
@@ -42,6 +47,12 @@ def program(nonce: bytes) -> Iterator[None]:
                 got += os.read(full[0], 65536)
             equal(got, whole[:written], "the full pipe")
             equal((os.read(closed[0], 1000), os.read(closed[0], 1000)), (whole[:777], b""), "a pipe without a writer")
+            for number, size in enumerate(sizes):
+                equal(os.read(packets[0], 65536), pattern(nonce, size, f"packet {number}"), f"packet {number}")
+            for reader, writer in (packets, unused):
+                os.write(writer, b"one")
+                os.write(writer, b"two")
+                equal((os.read(reader, 100), os.read(reader, 100)), (b"one", b"two"), "new packets")
             yield
         yield
 

@@ -50,7 +50,7 @@ def program(nonce: bytes) -> Iterator[None]:
             check(ticks(fd) >= 1, f"the periodic timer on the {name} has no ticks")
         check(select.select([unread, once], [], [], 0)[0] == [unread, once], "ticks that nobody has read are gone")
         passed = time.monotonic() - began
-        check(abs(remaining(far) - (5000 - passed)) < 30, f"the far timer: {remaining(far)} after {passed}")
+        check(abs(remaining(far) - (5000 - passed)) < 120, f"the far timer: {remaining(far)} after {passed}")
         check(abs(remaining(absolute) - (4000 - passed)) < 30, f"the absolute timer: {remaining(absolute)}")
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
             equal(ticks(once), 1, "ticks of the timer that ticks once")

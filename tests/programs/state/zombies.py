@@ -10,7 +10,7 @@ from kit import equal, run
 
 def program(nonce: bytes) -> Iterator[None]:
     wanted = {}
-    for code in (0, nonce[0] % 128, -signal.SIGKILL, -signal.SIGTERM):
+    for code in (0, nonce[0] % 128, 128, 128 + nonce[1] % 128, 255, -signal.SIGKILL, -signal.SIGTERM):
         pid = os.fork()
         if pid == 0:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
