@@ -179,7 +179,6 @@ def demonstrate(
                 destroyed=destroyed,
                 job=job.status(),
                 checkpoints=client.checkpoints(job.id),
-                attempts=[job.attempt(number) for number in range(1, job.status().attempt + 1)],
                 events=list(job.events()),
                 timeline=timeline.rows,
                 ranks=RANKS,

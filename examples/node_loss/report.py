@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from moorage.coordinator.client import AttemptInfo, CheckpointInfo, EventInfo, JobInfo
+from moorage.coordinator.client import CheckpointInfo, EventInfo, JobInfo
 
 
 def trail_steps(trail: Path, rank: int) -> list[tuple[int, float, str]]:
@@ -67,7 +68,19 @@ def first_difference(reference: Path, run: Path, ranks: int) -> str:
     return ""
 
 
-def pauses(trail: Path, ranks: int, attempts: list[AttemptInfo], checkpoints: dict[int, float]) -> list[float]:
+class Attempt(NamedTuple):
+    """A checkpoint that was begun. ``started``: seconds since the epoch."""
+
+    attempt: int
+    started: float
+
+
+def begun(events: Iterable[EventInfo]) -> list[Attempt]:
+    """All attempts, from the job's story: the coordinator itself remembers the newest only."""
+    return [Attempt(event.attempt, event.time) for event in events if event.kind == "checkpoint.started"]
+
+
+def pauses(trail: Path, ranks: int, attempts: list[Attempt], checkpoints: dict[int, float]) -> list[float]:
     """For each committed attempt the longest time between two steps of a rank around it."""
     found = []
     for attempt in attempts:
@@ -97,7 +110,6 @@ def build(
     destroyed: float,
     job: JobInfo,
     checkpoints: list[CheckpointInfo],
-    attempts: list[AttemptInfo],
     events: list[EventInfo],
     timeline: list[dict[str, Any]],
     ranks: int,
@@ -105,6 +117,7 @@ def build(
     """The report, as ``build/demo-report.json`` holds it."""
     results = [json.loads((run / f"result-rank{rank}.json").read_text()) for rank in range(ranks)]
     survived = all(went_on(result, starts(trail, result["rank"])) for result in results)
+    attempts = begun(events)
     committed = {a.attempt: event.time for a in attempts for event in events if _commits(event, a.attempt)}
     ordered = next((e.time for e in events if e.time >= destroyed and e.kind.startswith("restore")), destroyed)
     first_again = max(
