@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from moorage.nccl_quiesce import control
 from moorage.v1 import worker_pb2
 from moorage.worker import pod_user
 from moorage.worker.agent_failpoints import step
+from moorage.worker.layers.owner import acting_as, owner_of
 from moorage.worker.nccl import libraries
 from moorage.worker.nccl.pod import PodProcesses
 from moorage.worker.pod_environment import rank_environment
@@ -79,9 +81,11 @@ def lay(pod: Pod, upper: Path) -> None:
         if spec.gpus_per_pod:
             native.find(libraries.NAME, _BUILT, variable=_VARIABLE)
         return  # its ranks bring a stand-in of their own
-    environment = {**pod_user.resolve(spec).environment(), **rank_environment(spec, "", pod.record.pod, 0, "")}
+    user = pod_user.resolve(spec)
+    environment = {**user.environment(), **rank_environment(spec, "", pod.record.pod, 0, "")}
     root = Path(spec.image) if spec.image else Path("/")
-    found = libraries.find(pod_user.command_paths(spec), environment, root=root)
+    with acting_as(owner_of(user.uid, user.gid, user.groups)):  # what the user may not reach the job cannot open
+        found = libraries.find(pod_user.command_paths(spec), environment, root=root)
     if found:
         for place, path in enumerate(found):
             copy = upper / podinit.FOLDER.lstrip("/") / _COPIES / str(place) / Path(path).name
@@ -107,22 +111,30 @@ def come_back(pod: Pod, extra: dict[str, Any]) -> None:
         pod.nccl = None
 
 
-def container(pod: Pod) -> list[oci.Bind]:
-    """Mounts of the pod's container: the folder, in it each real library, over each library its copy of the proxy."""
+def real_files(pod: Pod) -> list[Path]:
+    """The libraries that the proxy stands over, as this host has them."""
+    root = Path(pod.spec.image) if pod.spec.image else Path("/")
+    return [root / path.lstrip("/") for path in pod.record.nccl.files] if has(pod) else []
+
+
+def container(pod: Pod, real: Sequence[Path]) -> list[oci.Bind]:
+    """Mounts of the pod's container: the folder, in it each real library, over each library its copy of the proxy.
+
+    ``real``: where the real libraries can be had, in the order of `real_files`.
+    """
     if not has(pod):
         return []
     folder = _folder(pod)
     folder.mkdir(mode=0o755, exist_ok=True)
     folder.chmod(0o755)
     binds = [oci.Bind(source=folder, destination=FOLDER)]
-    root = Path(pod.spec.image) if pod.spec.image else Path("/")
-    for place, path in enumerate(pod.record.nccl.files):
+    for place, (path, source) in enumerate(zip(pod.record.nccl.files, real, strict=True)):
         below = path.lstrip("/")
         target = folder / below
         target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         target.touch(0o644)
         copy = pod.layers.root / podinit.FOLDER.lstrip("/") / _COPIES / str(place) / Path(path).name
-        binds.append(oci.Bind(source=root / below, destination=f"{FOLDER}/{below}", read_only=True))
+        binds.append(oci.Bind(source=source, destination=f"{FOLDER}/{below}", read_only=True))
         binds.append(oci.Bind(source=copy, destination=path, read_only=True))
     return binds
 

@@ -123,13 +123,17 @@ def write_bundle(pod: Pod, user: pod_user.User) -> None:
     """The OCI configuration of the pod. The layers must be planned, the network need not stand yet."""
     spec, layers = pod.spec, pod.layers
     binds = [oci.Bind(source=bind.source, destination=bind.destination) for bind in layers.binds]
-    sources = pod.opened.bind(pod.node.sources / pod.container) if pod.opened else []
+    sources = real = pod_nccl.real_files(pod)
+    if pod.opened is not None:
+        for path in real:
+            pod.opened.add(path, user)
+        sources = pod.opened.bind(pod.node.sources / pod.container)
     binds += [
         oci.Bind(source=source, destination=mount.destination, read_only=mount.read_only)
-        for source, mount in zip(sources, spec.mounts, strict=True)
+        for source, mount in zip(sources, spec.mounts, strict=False)
     ]
     gpu_binds, gpu_devices = pod_gpu.container(pod)
-    binds += [*gpu_binds, *pod_nccl.container(pod)]
+    binds += [*gpu_binds, *pod_nccl.container(pod, sources[len(sources) - len(real) :])]
     pod.node.runc_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     config = oci.PodConfig(
         root=layers.root,

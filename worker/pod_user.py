@@ -105,6 +105,13 @@ class Opened:
             self.close()
             raise
 
+    def add(self, path: Path, user: User) -> None:
+        """One file more to be bound. Raises `EnvironmentLacking` if it is not there, `Forbidden`."""
+        found = self._open(str(path), user)
+        if found is None:
+            raise EnvironmentLacking(f"{path}, which the job uses, is not on this node", "install it there as well")
+        self._mounts.append(found)
+
     def _open(self, path: str, user: User, flags: int = 0) -> int | None:
         try:
             with acting_as(self._owner):
@@ -117,7 +124,8 @@ class Opened:
             ) from None
 
     def bind(self, folder: Path) -> list[Path]:
-        """Places below ``folder`` where what is to be mounted can be reached until `close`, in the order of the spec.
+        """Places below ``folder`` where what is to be mounted can be reached until `close`: the spec's mounts in
+        their order, then what was added.
 
         The kernel does not bind what another mount namespace's descriptor stands for, and runc looks from one of its
         own: so each is bound here first. ``folder`` must be one that nobody ever removes with all that is in it.

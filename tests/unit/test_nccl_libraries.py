@@ -26,6 +26,7 @@ def test_of_python_packages_variables_and_their_links(tmp_path: Path) -> None:
     _file(site / "nvidia/nccl/lib/libnccl_device.bc")
     own = _file(tmp_path / "own/libnccl.so.2.1")
     (tmp_path / "own/libnccl.so.2").symlink_to("libnccl.so.2.1")
+    (tmp_path / "own/libnccl.so.2.9").symlink_to(_file(tmp_path / "something"))
     engine = _file(tmp_path / "engine/libnccl-tuned.so")
     other = _file(tmp_path / "more/nvidia/cu13/lib/libnccl.so.2")
     python = str(tmp_path / "venv/bin/python")

@@ -104,7 +104,8 @@ def _real(path: Path, root: Path) -> str | None:
     """The file that a path leads to, as the pod has it; None when there is none, or it lies outside of the image."""
     try:
         real = path.resolve(strict=True)
-        if real.is_file() and real.is_relative_to(root.resolve()):
+        # Whoever names a file chooses what is mounted over: nothing that is no NCCL by its name.
+        if real.name.startswith("libnccl") and real.is_file() and real.is_relative_to(root.resolve()):
             return str(Path("/", real.relative_to(root.resolve())))
     except OSError:
         pass
