@@ -78,7 +78,10 @@ std::shared_ptr<Block> add_block(State& all, CUmemGenericAllocationHandle real, 
 void drop_if_unused(State& all, const std::shared_ptr<Block>& block) {
   if (block->references != 0 || block->mappings != 0) return;
   if (block->resident) real::cuMemRelease(block->real);
-  if (block->announced) all.forgotten.push_back(block->id);
+  if (block->announced) {
+    all.forgotten.push_back(block->id);
+    all.last_forgotten_ns = gate::boottime_ns();
+  }
   all.blocks.erase(block->id);
   control::news();
 }

@@ -72,6 +72,7 @@ struct State {
   std::vector<std::pair<int, CUcontext>> peers;  // device .first may use what belongs to .second
   std::vector<Refusal> refusals;
   std::vector<Freed> freed;  // the oldest first; in none of the tables above but `blocks`
+  std::int64_t last_forgotten_ns = 0;  // when the last announced block was given back
   std::uint64_t next = 1;
   bool evicted = false;
 };
@@ -108,12 +109,20 @@ CUdeviceptr take_freed(std::size_t whole, std::size_t asked, int device, CUconte
 // Give all of it back to the driver. False: there was none.
 bool give_back_freed();
 std::size_t freed_bytes(int device);
+// Memory that was given back is the driver's again only when broker and keeper have closed their descriptors. Wait for
+// that, longer with each turn. False: nothing was given back lately.
+bool await_given_back(unsigned turn);
 
-// Ask the driver for memory; when it has too little, once more without what is kept.
+// Ask the driver for memory; when it has too little, again without what is kept or still on its way back.
 template <typename Call>
 CUresult without_freed(Call call) {
-  const CUresult result = call();
-  return result == CUDA_ERROR_OUT_OF_MEMORY && give_back_freed() ? call() : result;
+  CUresult result = call();
+  if (result == CUDA_ERROR_OUT_OF_MEMORY && give_back_freed()) result = call();
+  constexpr unsigned kTurns = 6;
+  for (unsigned turn = 0; turn < kTurns && result == CUDA_ERROR_OUT_OF_MEMORY && await_given_back(turn); ++turn) {
+    result = call();
+  }
+  return result;
 }
 
 bool manages(std::size_t size);

@@ -3,6 +3,8 @@
 //
 // What is kept counts as free (cuMemGetInfo), goes back when the driver has too little memory, when its context ends, and
 // before a checkpoint. MOORAGE_GPU_CACHE says how many MiB each device may keep; 0: nothing.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -10,6 +12,7 @@
 
 #include "bulk.h"
 #include "control.h"
+#include "gate.h"
 #include "hooks.h"
 #include "real.h"
 
@@ -104,6 +107,22 @@ bool give_back_freed() {
   }
   give_back(gone);
   return !gone.empty();
+}
+
+bool await_given_back(unsigned turn) {
+  constexpr std::int64_t kLately = 1'000'000'000;
+  if (!control::connected()) return false;
+  State& all = state();
+  {
+    const std::lock_guard lock(all.mutex);
+    if (all.last_forgotten_ns == 0 || gate::boottime_ns() - all.last_forgotten_ns > kLately) return false;
+  }
+  control::tell_now();
+  // Its answer says that the broker has closed its own; the keeper follows.
+  const control::Reply reply = control::ask(wire::Type::Fetch, control::process(), 0, -1);
+  if (reply.descriptor >= 0) close(reply.descriptor);
+  usleep(1000U << turn);
+  return true;
 }
 
 std::size_t freed_bytes(int device) {

@@ -380,6 +380,13 @@ void start() {
 
 bool active() { return has_broker.load(std::memory_order_relaxed); }
 
+bool connected() {
+  if (!active()) return false;
+  State& all = state();
+  const std::lock_guard lock(all.mutex);
+  return all.socket >= 0;
+}
+
 std::uint64_t process() { return own_process.load(std::memory_order_relaxed); }
 
 void news() {

@@ -13,6 +13,9 @@ void start();
 // Does this process have a broker? Without one the proxy only passes calls on.
 bool active();
 
+// Is there a connection to it now?
+bool connected();
+
 // This process's number in all messages.
 std::uint64_t process();
 
