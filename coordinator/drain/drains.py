@@ -45,6 +45,7 @@ class Drain:
         self.moves = moves
         self.changed = Bell()
         self.stop = asyncio.Event()
+        self.ordering = asyncio.Lock()  # one change of the order at a time, each of what the one before has left
         if order.phase == "cancelling":
             self.stop.set()
 
@@ -154,8 +155,16 @@ class Drains:
         if not result.succeeded:
             await self._leader.verify()
 
+    async def change(self, drain: Drain, **fields: object) -> None:
+        """Change the drain's order. Raises `Unavailable`, `LeadershipLost`."""
+        async with drain.ordering:
+            await self.note(drain, order=msgspec.structs.replace(drain.order, **fields))
+
     async def note(self, drain: Drain, *changed: MoveRecord, order: DrainOrder | None = None) -> None:
-        """Write what became of some jobs, or of the drain itself. Raises `Unavailable`, `LeadershipLost`."""
+        """Write what became of some jobs; ``order``: only for who holds `Drain.ordering`.
+
+        Raises `Unavailable`, `LeadershipLost`.
+        """
         keys = self._leader.keys
         name = drain.order.id
         ops: list[Op] = [op.put(keys.drain_move(name, move.job), msgspec.json.encode(move)) for move in changed]
@@ -169,10 +178,11 @@ class Drains:
 
     async def cancel(self, drain: Drain) -> None:
         """No move begins any more; those under way come to their end. Raises `Unavailable`, `LeadershipLost`."""
-        if drain.order.over or drain.stop.is_set():
-            return
-        await self.note(drain, order=msgspec.structs.replace(drain.order, phase="cancelling", reason="called off"))
-        drain.stop.set()
+        async with drain.ordering:
+            if drain.order.over or drain.stop.is_set():
+                return
+            await self.note(drain, order=msgspec.structs.replace(drain.order, phase="cancelling", reason="called off"))
+            drain.stop.set()
 
     async def release(self, nodes: tuple[str, ...]) -> None:
         """Nodes are to be in service again: call off the drains that take them out."""

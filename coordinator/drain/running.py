@@ -36,7 +36,7 @@ async def run(leader: Leader, drain: Drain) -> None:
         for wave in range(max(1, drain.order.wave), len(drain.order.waves) + 1):
             if drain.stop.is_set():
                 break
-            await _persist(leader, drain, order=msgspec.structs.replace(drain.order, wave=wave))
+            await _persist(leader, drain, wave=wave)
             await _replan(leader, drain, wave)
             await _wave(leader, drain, wave)
         if not drain.stop.is_set():
@@ -44,8 +44,7 @@ async def run(leader: Leader, drain: Drain) -> None:
         # What came in late, and what was under way in a wave that was broken off.
         await _wave(leader, drain, len(drain.order.waves))
         phase, reason = _end(drain)
-        ended = msgspec.structs.replace(drain.order, phase=phase, reason=reason, ended=time.time())
-        await _persist(leader, drain, order=ended)
+        await _persist(leader, drain, phase=phase, reason=reason, ended=time.time())
         log.info("drain is over", drain=drain.order.id, phase=phase, reason=reason, trace=drain.order.trace)
     finally:
         clock.cancel()
@@ -75,11 +74,14 @@ def _end(drain: Drain) -> tuple[DrainPhase, str]:
     return "done", ""
 
 
-async def _persist(leader: Leader, drain: Drain, *moves: MoveRecord, order: object = None) -> None:
-    """Write until it is written."""
+async def _persist(leader: Leader, drain: Drain, *moves: MoveRecord, **order: object) -> None:
+    """Write until it is written: moves, or changes of the order."""
     while True:
         try:
-            await leader.drains.note(drain, *moves, order=order)  # type: ignore[arg-type]
+            if order:
+                await leader.drains.change(drain, **order)
+            else:
+                await leader.drains.note(drain, *moves)
             return
         except Unavailable as error:
             leader.require()
