@@ -223,6 +223,14 @@ def ours(folder: Path, gib: int, *, all_changed: bool, host: tuple[int, int] = (
         found["restore"] = time.monotonic() - began  # until it makes steps and answers
         if control.sum() != expected:
             raise RuntimeError("the device memory came back wrong")
+        for place in ("host", "gpu"):  # where there is no room to keep it, this is a restore from the store
+            job.park(keep=place)
+            began = time.monotonic()
+            job.restore(on=["node-2"])
+            control.gap()
+            found[f"restore_kept_{place}"] = time.monotonic() - began
+            if control.sum() != expected:
+                raise RuntimeError(f"the device memory kept on the {place} came back wrong")
         (control.folder / "end").touch()
         job.wait(timeout=60)
         found["log"] = [line for line in _log(state) if any(f'"event": "{what}"' in line for what in _SHOWN)]

@@ -48,7 +48,7 @@ export python
 for name in $stages; do
   case $name in
     smoke)
-      stage smoke 200 bash -c "tests -x tests/gpu/test_programs.py -k 'cupy' && tests -x tests/gpu/test_faults.py -k broker"
+      stage smoke 240 bash -c "tests -x tests/gpu/test_programs.py -k cupy && tests -x tests/gpu/test_faults.py -k broker"
       ;;
     checkpoint) stage checkpoint 300 "$python" -m bench.gpu_checkpoint --sizes 32 --baseline 32 --host 0 --commit "$commit" ;;
     overhead) stage overhead 150 "$python" -m bench.gpu_overhead --commit "$commit" ;;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +58,8 @@ def _job_with(cluster: DevCluster, name: str, expected: dict[str, object], hurt:
         if hurt == "broker":
             for pid in _broker(cluster):
                 os.kill(pid, signal.SIGKILL)
+        elif hurt == "broker in the pause":
+            _kill_when_evicted(cluster)
         else:
             cluster.arm(hurt)
         with contextlib.suppress(MoorageError):  # that it fails is allowed; that the job ends wrong is not
@@ -79,6 +83,28 @@ def test_a_worker_that_dies_at_a_step_loses_nothing(
     cluster: DevCluster, expected: dict[str, object], step: str, side: str
 ) -> None:
     _job_with(cluster, f"{step}-{side}", expected, f"worker.gpu.{step}.{side}")
+
+
+def _kill_when_evicted(cluster: DevCluster) -> None:
+    """In the background: brokers die when the pod's socket is gone: from then on its memory is theirs alone."""
+
+    def watch() -> None:
+        end = time.monotonic() + 60
+        while list((cluster.folder / "state" / "nodes").glob("*/pods/*/*/*/gpu/gpu.sock")):
+            if time.monotonic() > end:
+                return
+            time.sleep(0.001)
+        for pid in _broker(cluster):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def test_a_broker_that_is_killed_while_it_alone_has_the_memory_loses_nothing(
+    cluster: DevCluster, expected: dict[str, object]
+) -> None:
+    _job_with(cluster, "broker-pause", expected, "broker in the pause")
 
 
 def test_a_broker_that_is_killed_loses_nothing(cluster: DevCluster, expected: dict[str, object]) -> None:
