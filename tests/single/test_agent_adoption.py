@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -139,6 +140,58 @@ def test_a_worker_that_dies_within_an_attempt_costs_only_the_attempt(rig: Worker
 
     asyncio.run(before())
     _dies(rig)
+    rig.start_worker()
+    asyncio.run(after())
+
+
+#: Holds connections that wait to be accepted and a pipe of packets, and looks at them at step 300.
+_SET_ASIDE = """
+import itertools, os, socket, time
+def say(text):
+    os.write(1, text.encode() + b"\\n")
+say("nonce " + os.urandom(8).hex())
+listener = socket.create_server(("127.0.0.1", 0))
+clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+clients[1].sendall(b"from the second")
+reader, writer = os.pipe2(os.O_DIRECT)
+os.write(writer, b"one")
+for number in itertools.count(1):
+    say("step %d" % number)
+    time.sleep(0.02)
+    if number == 300:
+        os.write(writer, b"two")
+        packets = os.read(reader, 100), os.read(reader, 100)
+        accepted = [listener.accept() for _ in clients]
+        same = [peer for _, peer in accepted] == [client.getsockname() for client in clients]
+        heard = accepted[1][0].recv(100)
+        accepted[0][0].sendall(b"to the first")
+        say("found %r %r %r %r" % (packets, same, heard, clients[0].recv(100)))
+"""
+
+
+def test_what_is_set_aside_for_a_dump_is_put_back_by_the_next_worker(rig: WorkerRig) -> None:
+    spec = counter_spec(command=[sys.executable, "-S", "-c", _SET_ASIDE])
+
+    async def before() -> None:
+        async with rig.orders() as orders:
+            await orders.start("aside", spec)
+            await _counts_on(orders, "aside")
+            rig.arm("worker.capture.dump.before", "kill")
+            with pytest.raises(Unavailable):
+                await orders.capture("aside", 1, deadline=6.0)
+
+    async def after() -> None:
+        async with rig.orders() as orders:
+            orders.specs["aside"], orders.incarnations["aside"] = spec, 1
+            await orders.attempts("aside").abort(1, 1, "the worker died", "coordinator")
+            await orders.until("aside", "running")
+            text = await orders.until_output("aside", lambda text: "found" in text)
+            assert "found (b'one', b'two') True b'from the second' b'to the first'" in text
+            await orders.kill("aside")
+
+    asyncio.run(before())
+    _dies(rig)
+    assert (rig.pod_folder("aside") / "aside.json").exists()
     rig.start_worker()
     asyncio.run(after())
 
