@@ -15,7 +15,7 @@ from moorage.errors import Conflict, MoorageError, UsageError
 from moorage.v1.worker_pb2 import ExecInput, ExecOutput
 from moorage.worker import pod_start, pod_user
 from moorage.worker.pod import Pod
-from moorage.worker.sandbox import oci
+from moorage.worker.sandbox import oci, podinit
 from moorage.worker.sandbox.runc import Runc, last_words
 
 _READ_BYTES = 64 << 10
@@ -37,9 +37,9 @@ def exec_process(pod: Pod, first: ExecInput) -> dict[str, Any]:
     if first.rank not in ranks:
         raise UsageError(f"rank {first.rank} is not in {pod.label}", f"it holds ranks {min(ranks)} to {max(ranks)}")
     return oci.build_exec(
-        list(first.command),
+        podinit.entering(first.working_directory or config.cwd, first.command),
         env={**config.env, **ranks[first.rank].env, **first.env},
-        cwd=first.working_directory or config.cwd,
+        cwd="/",
         uid=user.uid,
         gid=user.gid,
         groups=user.groups,

@@ -43,6 +43,29 @@ void become_owner(const Config& config) {
   if (setresuid(config.uid, config.uid, config.uid) != 0) give_up(126, "setresuid", errno);
 }
 
+// Whether a folder of PATH has a file of this name. execvp says EACCES as well when it may not look into one of them.
+bool in_path(const std::string& name) {
+  const char* path = std::getenv("PATH");
+  for (std::string rest = path ? path : ""; !rest.empty();) {
+    const std::size_t colon = rest.find(':');
+    if (access((rest.substr(0, colon) + "/" + name).c_str(), F_OK) == 0) return true;
+    rest = colon == std::string::npos ? "" : rest.substr(colon + 1);
+  }
+  return false;
+}
+
+[[noreturn]] void become(char** argv) {
+  execvp(argv[0], argv);
+  const int error = errno;
+  const std::string name = argv[0];
+  if (error == ENOENT && access(argv[0], F_OK) == 0 && name.find('/') != std::string::npos) {
+    give_up(127, name + ": the interpreter that its first line names is missing");
+  }
+  const bool hidden = error == EACCES && name.find('/') == std::string::npos && !in_path(name);
+  if (error == ENOENT || error == ENOTDIR || hidden) give_up(127, name + ": command not found");
+  give_up(126, name + ": cannot be executed", error);
+}
+
 [[noreturn]] void run(const Config& config, const RankConfig& rank, int out, int err) {
   setsid();
   sigset_t none;
@@ -51,6 +74,8 @@ void become_owner(const Config& config) {
   signal(SIGPIPE, SIG_DFL);
   dup2(out, STDOUT_FILENO);
   dup2(err, STDERR_FILENO);
+  umask(config.umask);
+  become_owner(config);
   // Opened here and not inherited: a descriptor from outside the pod could not be saved.
   const int null = open("/dev/null", O_RDONLY);
   if (null != STDIN_FILENO) {
@@ -61,21 +86,13 @@ void become_owner(const Config& config) {
       close(STDIN_FILENO);
     }
   }
-  umask(config.umask);
-  become_owner(config);
   if (chdir(config.cwd.c_str()) != 0) give_up(126, "working directory " + config.cwd, errno);
   std::vector<std::string> environment = rank_environment(config, rank);
   std::vector<std::string> arguments = rank.argv;
   std::vector<char*> envp = pointers(environment);
   std::vector<char*> argv = pointers(arguments);
   environ = envp.data();
-  execvp(argv[0], argv.data());
-  const int error = errno;
-  if (error == ENOENT && access(argv[0], F_OK) == 0 && rank.argv[0].find('/') != std::string::npos) {
-    give_up(127, rank.argv[0] + ": the interpreter that its first line names is missing");
-  }
-  if (error == ENOENT || error == ENOTDIR) give_up(127, rank.argv[0] + ": command not found");
-  give_up(126, rank.argv[0] + ": cannot be executed", error);
+  become(argv.data());
 }
 
 bool make_pipe(int (&ends)[2], const Config& config) {
@@ -110,6 +127,11 @@ Launched launch(const Config& config, const RankConfig& rank) {
   launched.out = out[0];
   launched.err = err[0];
   return launched;
+}
+
+void enter(const char* folder, char** argv) {
+  if (chdir(folder) != 0) give_up(126, std::string("working directory ") + folder, errno);
+  become(argv);
 }
 
 }  // namespace moorage

@@ -18,4 +18,8 @@ struct Launched {
 // pid is -1, with errno set, only when there is no process or pipe to be had.
 Launched launch(const Config& config, const RankConfig& rank);
 
+// Become a command in a folder. What keeps it from starting is written to stderr; the exit code is then as a rank's. The
+// runtime would enter the folder as root, before it becomes the user: past what is closed to that user.
+[[noreturn]] void enter(const char* folder, char** argv);
+
 }  // namespace moorage

@@ -26,7 +26,7 @@ from moorage.errors import Conflict, Forbidden, MoorageError, NotFound, Unavaila
 from moorage.localsocket import ask, path_of
 from moorage.records import Keys
 from moorage.tls import SERVER_NAME, TlsFiles
-from moorage.v1 import POOL
+from moorage.v1 import POOL, worker_pb2
 from moorage.v1 import coordinator_pb2 as pb
 from tests.support.cluster import DevCluster
 from tests.support.strangers import ANN, BOB, as_user, certificate, output_of, person, unreadable
@@ -289,6 +289,40 @@ def test_nobody_runs_as_somebody_else_and_no_path_leads_past_its_owners_rights(
         for odd in ("../../etc/passwd", "anns-0001/../../x", "anns/../../../x"):
             with pytest.raises((NotFound, MoorageError)):
                 ann.inspect(odd)
+
+
+def test_a_command_in_the_pod_enters_no_folder_that_is_closed_to_the_user(
+    cluster: DevCluster, job: Any, folder: Path, tmp_path: Path
+) -> None:
+    """runc would go there as root; from within, what everybody may read lies open."""
+    closed = tmp_path / "root-only"
+    (closed / "open").mkdir(parents=True)
+    closed.chmod(0o700)
+    (closed / "open" / "file").write_text(SECRET)
+    (folder / "wd").mkdir()
+    os.chown(folder / "wd", pwd.getpwnam(ANN).pw_uid, -1)
+    tls = certificate(cluster, f"user:{ANN}", "operate")
+    options = [("grpc.ssl_target_name_override", SERVER_NAME)]
+    with grpc.secure_channel(cluster.config.coordinator, rpc.channel_credentials(tls), options) as channel:
+        stub: Any = POOL.stub(COORDINATOR)(channel)
+
+        def said(folder: str) -> tuple[str, int]:
+            first = worker_pb2.ExecInput(
+                fence=worker_pb2.Fence(job=job.id), command=["/bin/sh", "-c", "pwd; cat file"], working_directory=folder
+            )
+            got = list(stub.Exec(iter([first]), timeout=30, metadata=rpc.metadata()))
+            return b"".join(piece.stdout for piece in got).decode(), got[-1].exit_code
+
+        assert said(str(closed / "open")) == ("", 126)
+        assert said("/var/tmp")[0].strip() == "/var/tmp"
+        # The job's own working directory may lead there by now.
+        place = folder / "wd"
+        with person(cluster, ANN) as ann:
+            turned = ann.run(["sleep", "60"], name="turned", working_directory=str(place))
+            turned.until(lambda found: found.phase == "running", timeout=60)
+            output_of(turned, f"cd /tmp; rmdir {place}; ln -s {closed}/open {place}")
+            assert "ever" not in output_of(turned, "echo ever; cat file")
+            turned.stop()
 
 
 def test_a_pull_gives_what_the_job_could_read_and_nothing_more(job: Any, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from moorage.errors import UsageError
 from moorage.worker.sandbox import native
 
 BINARY: Final = "moorage-init"
-#: Where both files lie inside the pod; root's alone.
+#: Where both files lie inside the pod: the configuration is for root alone, the program also for what `entering` names.
 FOLDER: Final = "/.moorage"
 
 
@@ -88,14 +88,15 @@ def binary() -> Path:
 
 
 def install(upper: Path, config: InitConfig) -> None:
-    """Lay program (0700) and configuration (0600) into the pod's fresh upper layer, below `FOLDER`.
+    """Lay program (0755) and configuration (0600) into the pod's fresh upper layer, below `FOLDER` (0711).
 
     Before it is mounted: through the merged folder, a symlink of that name in a job's image would lead to the host.
     """
     folder = upper / FOLDER.lstrip("/")
     folder.mkdir(mode=0o700, exist_ok=True)
+    folder.chmod(0o711)
     shutil.copyfile(binary(), folder / "init")
-    (folder / "init").chmod(0o700)
+    (folder / "init").chmod(0o755)
     descriptor = os.open(folder / "config", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(encode(config))
@@ -104,3 +105,9 @@ def install(upper: Path, config: InitConfig) -> None:
 def argv() -> list[str]:
     """The command of pid 1: `oci.PodConfig.argv`."""
     return [f"{FOLDER}/init", f"{FOLDER}/config"]
+
+
+def entering(folder: str, command: Sequence[str]) -> list[str]:
+    """The command line that runs a command in a folder of the pod, entered with the rights of its user alone: runc
+    would enter it as root first, and so past folders that are closed to that user."""
+    return [f"{FOLDER}/init", "--in", folder, *command]
