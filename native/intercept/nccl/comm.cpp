@@ -186,10 +186,8 @@ int finish(const Comm& comm) {
   }
 }
 
-void leave_later(Call& call, std::vector<Lane> lanes, const std::vector<Comm*>& involved,
+void leave_later(Gate::Lock& lock, Call& call, std::vector<Lane> lanes, const std::vector<Comm*>& involved,
                  std::vector<Making> makings) {
-  Gate& door = gate();
-  Gate::Lock lock(door.mutex);
   auto* stays = new Pending;
   stays->lanes = std::move(lanes);
   stays->creates.assign(call.creates.begin(), call.creates.end());
@@ -197,7 +195,7 @@ void leave_later(Call& call, std::vector<Lane> lanes, const std::vector<Comm*>& 
   stays->call.creates = stays->creates;
   stays->comms = involved;
   stays->makings = std::move(makings);
-  door.replace(lock, call, stays->call);
+  gate().replace(lock, call, stays->call);
   for (Comm* comm : involved) comm->pending.push_back(stays);
 }
 
@@ -225,7 +223,8 @@ int settle(Call& call, int result, const std::vector<Comm*>& involved) {
   if (result == kInProgress) {
     const bool waits = std::all_of(involved.begin(), involved.end(), [](const Comm* comm) { return comm->blocking; });
     if (!waits) {
-      leave_later(call, {call.lanes.begin(), call.lanes.end()}, involved);
+      Gate::Lock lock(gate().mutex);
+      leave_later(lock, call, {call.lanes.begin(), call.lanes.end()}, involved);
       return kInProgress;
     }
     result = kSuccess;

@@ -144,8 +144,8 @@ std::vector<Refused> refusals();
 
 // Poll until NCCL is no longer busy with it. The answer is its result.
 int finish(const Comm& comm);
-// The call is in NCCL's hands and the job went on.
-void leave_later(Call& call, std::vector<Lane> lanes, const std::vector<Comm*>& involved,
+// The call is in NCCL's hands and the job goes on.
+void leave_later(Gate::Lock& lock, Call& call, std::vector<Lane> lanes, const std::vector<Comm*>& involved,
                  std::vector<Making> makings = {});
 // See whether something pending is over. Under the lock.
 void look_at_pending(Gate::Lock& lock, Comm& comm);

@@ -184,8 +184,8 @@ int make(std::vector<Making>& makings, bool grouped) {
         return result;
       }
       if (!waits) {
-        lock.unlock();
-        leave_later(call, {}, made, makings);
+        // In one step with the end of the start: from now on it may be taken back.
+        leave_later(lock, call, {}, made, makings);
         return result;
       }
       Pause pause;

@@ -224,10 +224,12 @@ void run_ops(void* data) {
   for (const Op& op : *ops) await(op.key, op.size, op.comm->aborted, op.take);
 }
 
-bool connect(Comm& comm) {
-  const std::string key = comm.key + ":connect";
-  arrive(key, nullptr);
-  return await(key, comm.size, comm.aborted, nullptr);
+// All members of a communicator, several of which may be in one group of one thread.
+bool connect(const std::vector<Comm*>& comms) {
+  for (const Comm* comm : comms) arrive(comm->key + ":connect", nullptr);
+  bool well = true;
+  for (const Comm* comm : comms) well = await(comm->key + ":connect", comm->size, comm->aborted, nullptr) && well;
+  return well;
 }
 
 int launch(std::vector<Op> ops) {
@@ -238,9 +240,7 @@ int launch(std::vector<Op> ops) {
     if (op.collective && !std::exchange(op.comm->connected, true)) fresh.push_back(op.comm);
   }
   auto go = [ops, fresh] {
-    for (Comm* comm : fresh) {
-      if (!connect(*comm)) return static_cast<int>(kSystemError);
-    }
+    if (!connect(fresh)) return static_cast<int>(kSystemError);
     std::map<void*, std::vector<Op>> streams;
     for (const Op& op : ops) streams[op.stream].push_back(op);
     for (auto& [stream, its] : streams) launch_host()(stream, run_ops, new std::vector<Op>(its));
