@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from moorage.errors import AttemptAborted, MoorageError
+from moorage.errors import AttemptAborted, MoorageError, Refused
 from tests.programs.nccl_ranks import expected_digest
 from tests.support.cluster import DevCluster
 
@@ -154,6 +154,15 @@ def test_a_job_with_communicators_is_saved_moved_and_survives_every_death(cluste
     ranks.job.restore(checkpoint=first.id)
     ranks.moves()
     ranks.job.move(to=["node-3", "node-3"])
+    ranks.moves()
+
+    # What cannot be carried over is named before anything is touched.
+    refuse = ranks.live / "refuse-2"
+    refuse.touch()
+    ranks.moves()
+    with pytest.raises(Refused, match=r"communicator id-\w+, ncclDevCommCreate: it lives on the device"):
+        ranks.job.checkpoint()
+    refuse.unlink()
     ranks.moves()
 
     # A rank that does nothing keeps the others from a cut: who owes what is said, and the job runs on.

@@ -4,7 +4,8 @@
 
 ``live`` is outside of what is checkpointed: ids are exchanged through it, and each rank appends a line for each step to
 ``witness-<rank>``. It ends after the step that ``live/until`` names, and prints its digest. While ``live/stall-<rank>``
-is there this rank does nothing. Ranks take their time by chance, so they are ahead of and behind each other.
+is there this rank does nothing; while ``live/refuse-<rank>`` is, it has what cannot be carried over. Ranks take their
+time by chance, so they are ahead of and behind each other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from moorage.nccl_quiesce.wire import Refusal
 from tests.support.nccl_stub import Communicator, Nccl
 
 
@@ -75,6 +77,9 @@ def main() -> None:
         while not (live / "until").exists() or step < int((live / "until").read_text()):
             step += 1
             results = []
+            name = communicators[0][1].name
+            refused = (live / f"refuse-{rank}").exists()
+            nccl.refusals = [Refusal(name, "ncclDevCommCreate", "it lives on the device")] if refused else []
             for number, communicator in communicators:
                 while (live / f"stall-{rank}").exists():
                     time.sleep(0.02)

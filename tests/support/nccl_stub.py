@@ -155,6 +155,7 @@ class Nccl:
         self._torn = False
         self._incarnation, self._rank = 0, -1
         self._busy = threading.Lock()
+        self.refusals: list[wire.Refusal] = []  #: what it answers to a prepare
         threading.Thread(target=self._converse, daemon=True).start()
 
     # ---- what the program calls
@@ -252,7 +253,7 @@ class Nccl:
                 case wire.Welcome():
                     self._incarnation, self._rank = message.incarnation, message.rank
                 case wire.Prepare():
-                    send(wire.Prepared(message.request, []))
+                    send(wire.Prepared(message.request, self.refusals))
                 case wire.Obey():
                     send(self._obey(message))
                 case wire.MakeIds():
