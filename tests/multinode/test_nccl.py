@@ -176,20 +176,20 @@ def test_a_job_with_communicators_is_saved_moved_and_survives_every_death(cluste
     stall.unlink()
     ranks.moves()
 
-    # Whoever dies wherever: the same processes run on.
+    # Whoever dies wherever, coordinator and workers in turn: the same processes run on.
     incarnation = ranks.job.status().incarnation
     for role, names in (("coordinator", COORDINATOR), ("", WORKERS)):
         for name in names:
             cluster.arm(name, role=role)
-        for _ in range(6):
-            try:
-                ranks.job.checkpoint()
-            except MoorageError as error:
-                print("no checkpoint:", error)
-            ranks.moves()
-            if not cluster.armed():
-                break
-        assert not cluster.armed(), cluster.armed()
+    for _ in range(10):
+        try:
+            ranks.job.checkpoint()
+        except MoorageError as error:
+            print("no checkpoint:", error)
+        ranks.moves()
+        if not cluster.armed():
+            break
+    assert not cluster.armed(), cluster.armed()
     ranks.job.checkpoint()
     story = "\n".join(event.sentence for event in ranks.job.events())
     assert ranks.job.status().incarnation == incarnation, story
