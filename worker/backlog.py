@@ -1,8 +1,8 @@
-"""What a pod has that CRIU refuses: connections that wait to be accepted, and pipes of packets.
+"""What CRIU refuses, or would change: connections that wait to be accepted, pipes of packets, text in terminals.
 
-While CRIU looks, the connections are out of their queues and the pipes are plain ones; all is back before the capture
-is over. What was changed is in a file of the pod's folder meanwhile: a worker that follows puts it back before the pod
-runs on.
+While CRIU looks, the connections are out of their queues, the pipes are plain ones and the terminals leave output as it
+is; all is back before the capture is over. What was changed is in a file of the pod's folder meanwhile: a worker that
+follows puts it back before the pod runs on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 from moorage.errors import NotFound
 from moorage.worker import extra_files
 from moorage.worker.borrow import borrowed_socket
-from moorage.worker.extra_record import PacketPipe
+from moorage.worker.extra_record import PacketPipe, Terminal
 from moorage.worker.extra_state import tasks_of
 from moorage.worker.guard.files import write_private
 from moorage.worker.network import waiting
@@ -35,20 +35,23 @@ class Aside(msgspec.Struct):
 
     waiting: list[Waiting] = []
     packets: list[PacketPipe] = []
+    terminals: list[Terminal] = []
 
 
-def take(pod: Pod, pids: list[int], packets: list[PacketPipe]) -> list[Waiting]:
-    """Take the connections that wait out of their queues, and make these pipes plain.
+def take(pod: Pod, pids: list[int], packets: list[PacketPipe], terminals: list[Terminal]) -> list[Waiting]:
+    """Take the connections that wait out of their queues, make these pipes plain, and let these terminals' output be.
 
     Returns the connections. Raises `OSError`, `EnvironmentLacking`.
     """
-    aside = Aside(packets=[PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets])
+    aside = Aside(packets=[PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets], terminals=terminals)
     if pids and (ports := waiting_ports(pids[0])):
         aside.waiting = _take(pod, pids, ports, aside)
-    elif packets:
+    elif packets or terminals:
         _note(pod, aside)
-    if packets:
-        extra_files.set_packets(packets, dict(tasks_of(pids)), on=False)
+    if packets or terminals:
+        tasks = dict(tasks_of(pids))
+        extra_files.set_packets(packets, tasks, on=False)
+        extra_files.set_terminals(terminals, tasks, on=False)
     return aside.waiting
 
 
@@ -97,7 +100,9 @@ def put_back(pod: Pod) -> None:
     file = pod.folder / FILE
     if file.exists():
         aside = msgspec.json.decode(file.read_bytes(), type=Aside)
-        extra_files.set_packets(aside.packets, dict(tasks_of(pod.processes())), on=True)
+        tasks = dict(tasks_of(pod.processes()))
+        extra_files.set_packets(aside.packets, tasks, on=True)
+        extra_files.set_terminals(aside.terminals, tasks, on=True)
         if aside.waiting:
             give(pod, aside.waiting)
         file.unlink()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import re
+import termios
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from moorage.worker.borrow import borrowed, libc
-from moorage.worker.extra_record import Extras, PacketPipe
+from moorage.worker.extra_record import Extras, PacketPipe, Terminal
 
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032
 _SPLICE_F_NONBLOCK = 2
@@ -99,6 +101,26 @@ def _fill(path: Path, wanted: list[bytes]) -> None:
             os.close(target)
     finally:
         os.close(source)
+
+
+def terminal(pid: int, inside: int, fd: int, extras: Extras) -> None:
+    """Note a pseudo-terminal in which text waits that has gone through output processing (``\\n`` became ``\\r\\n``):
+    CRIU reads it out and writes it in again, at a dump as at a restore, and it would be processed once more."""
+    with contextlib.suppress(OSError, termios.error), borrowed(pid, fd) as copy:
+        waiting = array.array("i", [0])
+        fcntl.ioctl(copy, termios.FIONREAD, waiting)
+        if waiting[0] and termios.tcgetattr(copy)[1] & termios.OPOST:
+            extras.terminals.append(Terminal(inside, fd))
+
+
+def set_terminals(terminals: Iterable[Terminal], tasks: Mapping[int, int], *, on: bool) -> None:
+    """Switch their output processing. Raises `OSError`."""
+    for one in terminals:
+        if (host := tasks.get(one.pid)) is not None:
+            with borrowed(host, one.fd) as copy:
+                settings = termios.tcgetattr(copy)
+                settings[1] = settings[1] | termios.OPOST if on else settings[1] & ~termios.OPOST
+                termios.tcsetattr(copy, termios.TCSANOW, settings)
 
 
 def zombies(host_pids: Iterable[int], extras: Extras) -> None:

@@ -37,10 +37,19 @@ class PacketPipe(msgspec.Struct, frozen=True):
     packets: list[bytes]
 
 
+class Terminal(msgspec.Struct, frozen=True):
+    """The master's end (``pid`` and ``fd`` are those inside the pod) of a pseudo-terminal with text in it that was
+    written with output processing on."""
+
+    pid: int
+    fd: int
+
+
 class Extras(msgspec.Struct):
     """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
     POSIX timer → the thread that it signals. ``eventfds``: process → descriptor → flags, of those that CRIU would make
-    otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT.
+    otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT,
+    ``terminals``: those with text that waits.
     ``backlog``: connections that wait to be accepted, ``datagrams``: what waits in UDP sockets. All numbers are those
     in the pod."""
 
@@ -51,6 +60,7 @@ class Extras(msgspec.Struct):
     eventfds: dict[str, dict[int, int]] = {}
     zombies: dict[str, int] = {}
     packets: list[PacketPipe] = []
+    terminals: list[Terminal] = []
     backlog: list[Waiting] = []
     datagrams: list[Datagram] = []
 

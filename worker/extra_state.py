@@ -82,6 +82,8 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
                     _count_ticks(pid, fd)
                 elif target == "anon_inode:[eventfd]":
                     extra_files.eventfd(folder, inside, fd, extras)
+                elif target.endswith("/ptmx"):
+                    extra_files.terminal(pid, inside, fd, extras)
                 elif target.startswith("pipe:"):
                     extra_files.packets(folder, inside, fd, extras, seen)
                 elif target.startswith("anon_inode:inotify"):
@@ -243,6 +245,7 @@ def give_back(host_pids: Iterable[int], extras: Extras) -> None:
             _set_options(host, saved)
 
     extra_files.give_back(extras.packets, tasks)
+    extra_files.set_terminals(extras.terminals, tasks, on=True)
 
 
 def tasks_of(host_pids: Iterable[int]) -> Iterator[tuple[int, int]]:

@@ -20,6 +20,8 @@ def program(nonce: bytes) -> Iterator[None]:
     termios.tcsetattr(slave, termios.TCSANOW, settings)
     os.write(master, b"typed ahead")
     os.write(slave, b"not yet shown")
+    lines_master, lines_slave = os.openpty()
+    os.write(lines_slave, b"one line\nanother\r\n")
     shell_master, shell_slave = pty.openpty()
 
     def shell() -> None:
@@ -57,6 +59,7 @@ def program(nonce: bytes) -> Iterator[None]:
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
             equal(os.read(slave, 100), b"typed ahead", "what was typed ahead")
             equal(os.read(master, 100), b"not yet shown", "what was not yet shown")
+            equal(os.read(lines_master, 100), b"one line\r\nanother\r\r\n", "lines that were not yet shown")
             yield
         yield
 
