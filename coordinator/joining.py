@@ -114,26 +114,27 @@ async def join(leader: Leader, request: pb.JoinRequest, caller: Identity) -> pb.
     node, address, key = check_node(request.node), _address(request.address), _public_key(request.public_key)
     fingerprint = hashlib.sha256(request.public_key).hexdigest()
     record_key = leader.keys.joined(f"{caller.serial:x}")
-    held = await leader.etcd.get(record_key)
-    record = msgspec.json.decode(held.value, type=JoinRecord) if held else JoinRecord(node=node)
-    if record.node != node:
-        raise Forbidden(f"this token is for node {record.node}, not for {node}", "ask for one for that name")
-    if not record.public_key:
-        await _name_is_free(leader, node)
-        principal = f"worker:{node}"
-        certificate = await asyncio.to_thread(
-            trust.sign, authority, key, principal, "worker", addresses=(address,), seconds=_NODE_DAYS * 86400
-        )
-        record = JoinRecord(node=node, public_key=fingerprint, certificate=certificate.decode())
-        await failpoints.hit("coordinator.join.before")
-        compare = [leader.leadership.compare(), cmp.mod_revision(record_key, held.mod_revision if held else 0)]
-        done = await leader.etcd.txn(compare, [op.put(record_key, msgspec.json.encode(record))])
-        await failpoints.hit("coordinator.join.after")
-        if not done.succeeded:
-            await asyncio.to_thread(trust.revoke, authority, trust.serial_of(certificate))
-            raise Conflict("this join token is being used by another machine", "one token lets in one machine")
-    elif record.public_key != fingerprint:
-        raise Conflict(f"this join token was used for node {node} already", "make another: moorage node token")
+    async with leader.joining:
+        held = await leader.etcd.get(record_key)
+        record = msgspec.json.decode(held.value, type=JoinRecord) if held else JoinRecord(node=node)
+        if record.node != node:
+            raise Forbidden(f"this token is for node {record.node}, not for {node}", "ask for one for that name")
+        if not record.public_key:
+            await _name_is_free(leader, authority, node)
+            principal = f"worker:{node}"
+            certificate = await asyncio.to_thread(
+                trust.sign, authority, key, principal, "worker", addresses=(address,), seconds=_NODE_DAYS * 86400
+            )
+            record = JoinRecord(node=node, public_key=fingerprint, certificate=certificate.decode())
+            await failpoints.hit("coordinator.join.before")
+            compare = [leader.leadership.compare(), cmp.mod_revision(record_key, held.mod_revision if held else 0)]
+            done = await leader.etcd.txn(compare, [op.put(record_key, msgspec.json.encode(record))])
+            await failpoints.hit("coordinator.join.after")
+            if not done.succeeded:
+                await asyncio.to_thread(trust.revoke, authority, trust.serial_of(certificate))
+                raise Conflict("this join token is being used by another machine", "one token lets in one machine")
+        elif record.public_key != fingerprint:
+            raise Conflict(f"this join token was used for node {node} already", "make another: moorage node token")
     async with _etcd_admin(leader, authority) as etcd:
         if etcd is not None:
             await access.add_node(etcd, leader.keys, node)
@@ -151,9 +152,28 @@ async def join(leader: Leader, request: pb.JoinRequest, caller: Identity) -> pb.
     )
 
 
-async def _name_is_free(leader: Leader, node: str) -> None:
+def _good(authority: Path, principal: str) -> frozenset[str]:
+    """Serial numbers of a principal's certificates that neither were revoked nor have run out."""
+    now = time.time()
+    return frozenset(
+        entry.serial
+        for entry in trust.listing(authority)
+        if entry.principal == principal and not entry.revoked and entry.expires > now
+    )
+
+
+async def _name_is_free(leader: Leader, authority: Path, node: str) -> None:
     if node in leader.nodes.live:
         raise Conflict(f"there is a live node {node} already", "give this machine another --name")
+    good = await asyncio.to_thread(_good, authority, f"worker:{node}")
+    for item in (await leader.etcd.list(leader.keys.joined(""))).items:
+        record = msgspec.json.decode(item.value, type=JoinRecord)
+        if record.node == node and record.certificate and trust.serial_of(record.certificate.encode()) in good:
+            # It may only be down: whoever took its name would be two machines at once, or one that nobody let in as it.
+            raise Conflict(
+                f"another machine joined as {node}, and its certificate is good",
+                f"give this machine another --name; if that one is gone: moorage node remove {node}",
+            )
     for job in leader.jobs.values():
         if node in job.state.nodes:
             raise Conflict(f"job {job.state.name} was on a node {node}", "wait until it is restored elsewhere")

@@ -67,6 +67,7 @@ class Leader:
         self.drains = Drains(self)
         self.loaded = asyncio.Event()
         self.submitting = asyncio.Lock()
+        self.joining = asyncio.Lock()
         self._tasks: dict[asyncio.Task[Any], str] = {}
         self._watchers: dict[str, asyncio.Task[Any]] = {}
         self._over = asyncio.Event()

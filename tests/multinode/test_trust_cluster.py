@@ -507,6 +507,14 @@ def test_a_machine_that_has_nothing_but_a_token_becomes_a_node_and_leaves_again(
     words = ["node", "join", "--token", str(token), "--name", node.name, "--uplink", "eth0", *options]
     words += ["--state", str(place / "state"), "--label", "rack=r7"]
 
+    # A name whose certificate is good is taken, also while its machine is down.
+    admin_join(cluster, admin.node_token().token, "twin")
+    with pytest.raises(Conflict, match="another machine joined as twin"):
+        admin_join(cluster, admin.node_token().token, "twin")
+    assert len(admin.remove_node("twin")) == 1
+    admin_join(cluster, admin.node_token().token, "twin")
+    admin.remove_node("twin")
+
     token.write_text(admin.node_token(seconds=1).token)
     time.sleep(1.5)
     late = moorage(node, cluster, *words)
