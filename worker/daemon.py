@@ -213,6 +213,7 @@ class _Daemon:
             ready=self._ready,
             fingerprint=self._fingerprint,
             faulty=self._faults or (),
+            store=self._store_nonce,
         )
 
     async def _look_at_machine(self, registration: Registration) -> None:

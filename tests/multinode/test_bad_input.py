@@ -28,6 +28,7 @@ from moorage.errors import (
     Unavailable,
     UsageError,
 )
+from moorage.store import Store
 from tests.support.cluster import DevCluster
 from tests.support.pingpong_job import PingPong
 from tests.support.shell import COMMAND, Shell
@@ -360,3 +361,33 @@ def test_doctor_and_dev_say_what_a_machine_lacks(shell: Shell) -> None:
         done = unprivileged(*line)
         assert done.returncode == EnvironmentLacking.exit_code, (line, done.stdout, done.stderr)
         assert "root" in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_node_that_opened_another_store_gets_no_pod(
+    cluster: DevCluster, shell: Shell, client: Client, tmp_path: Path
+) -> None:
+    """As with a folder of one's own host under the name of what the others share."""
+    _, second = cluster.nodes
+    config = cluster.node_folder(second) / "config.toml"
+    sound = config.read_text()
+    shared = str(cluster.folder / "state" / "store")
+    assert shared in sound
+
+    def live() -> bool:
+        return any(node.node == second and node.live for node in client.nodes())
+
+    def begin_anew(text: str) -> None:
+        cluster.stop(second)
+        until(lambda: not live(), client.nodes)
+        config.write_text(text)
+        cluster.start(second)
+        until(live, lambda: cluster.log(second))
+
+    Store.open(str(tmp_path / "store"), create=True)
+    begin_anew(sound.replace(shared, str(tmp_path / "store")))
+    try:
+        said = shell.refused(NoCapacity, "run", "--on", second, "--", "true")
+        assert f"{second} opened another store than the coordinator" in said and "S3 bucket" in said
+    finally:
+        begin_anew(sound)
+    shell("run", "--on", second, "--", "true")
