@@ -144,7 +144,8 @@ def _write_back(pod: Pod) -> str:
         return f"results were not written back: {error}"
     told = []
     if result.written or result.deleted:
-        told.append(f"{len(result.written) + len(result.deleted)} results written to {layers.working_directory}")
+        count = len(result.written) + len(result.deleted)
+        told.append(f"{count} result{'s' if count > 1 else ''} written to {layers.working_directory}")
     if result.conflicts:
         first, beside = next(iter(result.conflicts.items()))
         told.append(f"{len(result.conflicts)} changed on the host meanwhile and kept ({first}; the pod's: {beside})")

@@ -136,6 +136,8 @@ class FleetCalls:
         """
         if homeless not in HOMELESS:
             raise UsageError(f"--homeless {homeless!r} does not exist", f"use one of {', '.join(HOMELESS)}")
+        if parallel < 1:
+            raise UsageError(f"--parallel {parallel} is too small", "the least is 1")
         request = pb.DrainRequest(
             choice=pb.NodeChoice(nodes=list(nodes), selector=selector, driver=on_driver),
             parallel=parallel,

@@ -565,6 +565,8 @@ def test_text_that_cannot_travel_and_limits_that_cannot_be_are_refused(tmp_path:
         (("run", "--memory", "1", "--", "true"), "--memory"),
         (("move", "j"), "no node is named"),
         (("dev", "up", "--lease", "0s", "--dry-run"), "--lease 0s is too short"),
+        (("dev", "up", "--nodes", "0", "--dry-run"), "1 to 200 nodes, not 0"),
+        (("dev", "up", "--slots", "-1", "--dry-run"), "--slots -1 is too small"),
     ):
         code, text = said(*arguments)
         assert code == UsageError.exit_code and words in text and "Traceback" not in text, text

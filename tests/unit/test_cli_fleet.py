@@ -68,6 +68,7 @@ def _plan(coordinator: FakeCoordinator, *, homeless: bool = False) -> None:
         stuck = pb.DrainMove(job="c", name="c", source=["n-1"], state="left", reason="no room", choices=["park it"])
         plan.homeless.append(stuck)
     coordinator.state.drain = plan
+    coordinator.state.nodes[0].cordoned = True
 
 
 def _ends(coordinator: FakeCoordinator, phase: str, *states: str) -> None:
@@ -137,6 +138,14 @@ def test_who_has_no_other_place_stops_it_before_anything_is_touched(coordinator:
     assert run("drain", "n-1", "-y", "--homeless", "somewhere").code == 201
 
 
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_a_number_of_nodes_that_cannot_be_is_refused_in_words(
+    coordinator: FakeCoordinator, run: Run, number: str
+) -> None:
+    done = run("drain", "n-1", f"--parallel={number}", "--dry-run")
+    assert done.code == 201 and f"--parallel {number} is too small" in done.err and not coordinator.asked("Drain")
+
+
 @pytest.mark.parametrize(("phase", "code"), [("incomplete", 212), ("timed-out", 208), ("cancelled", 130)])
 def test_what_is_not_done_ends_with_a_code_of_its_own(
     coordinator: FakeCoordinator, run: Run, phase: str, code: int
@@ -145,6 +154,16 @@ def test_what_is_not_done_ends_with_a_code_of_its_own(
     _ends(coordinator, phase, "moved", "failed")
     done = run("drain", "n-1", "-y")
     assert done.code == code and "moorage drain n-1 goes on" in done.err
+
+
+def test_a_drain_that_uncordon_called_off_does_not_say_that_its_nodes_are_cordoned(
+    coordinator: FakeCoordinator, run: Run
+) -> None:
+    _plan(coordinator)
+    _ends(coordinator, "cancelled", "moved", "waiting")
+    coordinator.state.nodes[0].cordoned = False
+    done = run("drain", "n-1", "-y")
+    assert done.code == 130 and "cancelled" in done.out and "cordoned" not in done.err
 
 
 def test_ctrl_c_calls_it_off_and_says_how_it_stands(coordinator: FakeCoordinator) -> None:

@@ -110,6 +110,7 @@ def up(
     length = _lease(lease)
     if dry_run:
         layout.check_name(name)
+        cluster.check_size(nodes=nodes, slots=slots, etcd=etcd, coordinators=coordinators)
         if name in layout.names():
             raise Conflict(f"there is a cluster {name} already", layout.down_command(name))
         return write({"name": name, "nodes": nodes, "would": "start"}, form)

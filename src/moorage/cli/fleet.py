@@ -107,7 +107,9 @@ def drain(
         if _assignment(started) != _assignment(planned):
             remark("the fleet has changed meanwhile; this is what is done now:")
             show_plan(started, form, final=False)
-        _report(_follow(api, started), form)
+        ended = _follow(api, started)
+        cordoned = {node.node for node in api.nodes() if node.cordoned}  # `moorage uncordon` may have called it off
+    _report(ended, [node for node in ended.nodes if node in cordoned], form)
 
 
 def _assignment(plan: DrainInfo) -> dict[str, list[str]]:
@@ -191,7 +193,7 @@ def _sentence(move: MoveInfo) -> str:
     return f"{move.name} {words[move.state]}{why}"
 
 
-def _report(drain: DrainInfo, form: str) -> None:
+def _report(drain: DrainInfo, cordoned: list[str], form: str) -> None:
     if form != "table":
         line(drain, "json", "") if form == "json" else write(drain, form)
     else:
@@ -204,8 +206,9 @@ def _report(drain: DrainInfo, form: str) -> None:
                 print(f"  {_sentence(move)}")
                 for choice in move.choices:
                     print(f"    {choice}")
-    stay = "stays" if len(drain.nodes) == 1 else "stay"
-    remark(f"{', '.join(drain.nodes)} {stay} cordoned until `moorage uncordon`")
+    if cordoned:
+        stay = "stays" if len(cordoned) == 1 else "stay"
+        remark(f"{', '.join(cordoned)} {stay} cordoned until `moorage uncordon`")
     again = f"moorage drain {' '.join(drain.nodes)} goes on"
     if drain.phase == "cancelled":
         remark(f"{drain.reason}; {again}")

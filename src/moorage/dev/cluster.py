@@ -75,10 +75,7 @@ def up(
     """
     _require_root()
     layout.check_name(name)
-    if not 1 <= nodes <= MOST_NODES:
-        raise UsageError(f"a dev cluster has 1 to {MOST_NODES} nodes, not {nodes}")
-    if not (1 <= etcd <= 7 and 1 <= coordinators <= 7):
-        raise UsageError("a dev cluster has 1 to 7 etcd servers and coordinators")
+    check_size(nodes=nodes, slots=slots, etcd=etcd, coordinators=coordinators)
     for program in ("etcd", "runc", "criu", "nft", "ip"):
         programs.require(program)
     if store:
@@ -105,6 +102,16 @@ def up(
                 raise type(error)(error.message, f"{error.hint}; {logs}" if error.hint else logs) from error
             raise
     return cluster
+
+
+def check_size(*, nodes: int, slots: int, etcd: int, coordinators: int) -> None:
+    """Raise `UsageError` for a cluster of a size that cannot be."""
+    if not 1 <= nodes <= MOST_NODES:
+        raise UsageError(f"a dev cluster has 1 to {MOST_NODES} nodes, not {nodes}")
+    if slots < 0:
+        raise UsageError(f"--slots {slots} is too small", "the least is 0, for no limit")
+    if not (1 <= etcd <= 7 and 1 <= coordinators <= 7):
+        raise UsageError("a dev cluster has 1 to 7 etcd servers and coordinators")
 
 
 def _record(

@@ -218,7 +218,7 @@ def find(name: str) -> Cluster:
         return read(folder_of(check_name(name)))
     except NotFound as error:
         others = ", ".join(names())
-        hint = f"there are: {others}" if others else "start one: moorage dev up"
+        hint = f"there are: {others}; say which with --name" if others else "start one: moorage dev up"
         raise NotFound(f"there is no dev cluster called {name}", hint) from error
 
 
