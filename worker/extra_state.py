@@ -29,11 +29,11 @@ from moorage.worker.extra_record import Extras, SocketOptions, Thread
 from moorage.worker.layers import PodLayers
 from moorage.worker.network import datagrams
 from moorage.worker.network.datagrams import Datagram
+from moorage.worker.preflight_proc import watched
 from moorage.worker.transient import waiting_bytes
 
 log = structlog.get_logger(__name__)
 
-_WATCH = re.compile(r"^inotify wd:\w+ ino:(\w+) sdev:(\w+)", re.MULTILINE)
 _DEFAULT_SLACK = 50_000
 _NOTIFIED = re.compile(r"^ID: (\d+)\n.*\nnotify: \w+/tid\.(\d+)$", re.MULTILINE)
 _SOL_IPV6, _IPV6_TCLASS, _IPV6_HOPS = 41, 67, 16
@@ -112,9 +112,7 @@ def _watches(pid: int, folder: Path, fd: int, watches: dict[tuple[int, int], str
             f"process {_inner(folder)}, descriptor {fd} (inotify) holds events that nobody has read",
             "try again; if it stays, the program must read them or close it",
         )
-    for inode, device in _WATCH.findall((folder / "fdinfo" / str(fd)).read_text()):
-        number = int(device, 16)
-        identity = (os.makedev(number >> 20, number & 0xFFFFF), int(inode, 16))
+    for identity in watched((folder / "fdinfo" / str(fd)).read_text()):
         watches[identity] = f"process {_inner(folder)}, descriptor {fd} (inotify)"
 
 

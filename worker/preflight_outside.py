@@ -16,10 +16,12 @@ from pathlib import Path
 
 from moorage.worker.borrow import borrowed_socket
 from moorage.worker.preflight import Process
+from moorage.worker.preflight_proc import watched
 from moorage.worker.preflight_ties import Fact, parse_locks, shared_locks, too_short, without_parent
 
 _SIOCGSKNS = 0x894C
 _TCP_USER_TIMEOUT = 18
+_SOL_UDP, _UDP_CORK = 17, 1
 _OWN_NAMESPACES = ("pid", "user", "mnt", "net", "ipc", "uts", "time")
 _SOCK_DIAG_BY_FAMILY, _DUMP, _SHOW_PEER, _PEER = 20, 0x301, 4, 2
 _HEADER = struct.Struct("=IHHII")
@@ -54,6 +56,7 @@ def look(
     ]
     facts += shared
     facts += _locks(own, frozenset(pids), init)
+    facts += _nameless_watches(own)
     return facts
 
 
@@ -167,6 +170,8 @@ def _sockets(
                 timeout = sock.getsockopt(socket.SOL_TCP, _TCP_USER_TIMEOUT)
                 if too_short(timeout, seconds):
                     yield Fact("user timeout", str(process), file.fd, file.target, str(timeout))
+            elif file.protocol.startswith("UDP") and sock.getsockopt(_SOL_UDP, _UDP_CORK):
+                yield Fact("corked", str(process), file.fd, file.target)
 
 
 def _type(sock: socket.socket) -> str:
@@ -250,3 +255,27 @@ def _locks(processes: list[Process], inside: frozenset[int], init: int) -> Itera
                         comm = Path("/proc", str(outside), "comm").read_text().strip()
                         yield Fact("lock", str(process), file.fd, file.target, f"{outside} ({comm})")
                         break
+
+
+def _nameless_watches(processes: list[Process]) -> Iterator[Fact]:
+    """Watches of inotify on files and folders that were deleted while a process of the pod has them open."""
+    watches = [(process, file) for process in processes for file in process.files if "inotify" in file.target]
+    nameless = dict(_nameless(processes)) if watches else {}
+    for process, file in watches if nameless else ():
+        with contextlib.suppress(OSError):
+            fdinfo = Path("/proc", str(process.host_pid), "fdinfo", str(file.fd)).read_text()
+            for identity in watched(fdinfo):
+                if identity in nameless:
+                    yield Fact("nameless watch", str(process), file.fd, file.target, nameless[identity])
+
+
+def _nameless(processes: list[Process]) -> Iterator[tuple[tuple[int, int], str]]:
+    for process in processes:
+        folder = Path("/proc", str(process.host_pid))
+        paths = [folder / "fd" / str(file.fd) for file in process.files if file.target.endswith(" (deleted)")]
+        for path in (*paths, folder / "cwd"):
+            with contextlib.suppress(OSError):
+                name, status = str(path.readlink()), path.stat()
+                # The kernel says so too of a name that is gone while the file has another.
+                if name.endswith(" (deleted)") and (status.st_nlink == 0 or stat.S_ISDIR(status.st_mode)):
+                    yield (status.st_dev, status.st_ino), name.removesuffix(" (deleted)")

@@ -15,6 +15,7 @@ from moorage.worker.preflight import OpenFile, Process
 
 _PROC = Path("/proc")
 _ENDING = 0x4  # PF_EXITING
+_WATCH = re.compile(r"^inotify wd:\w+ ino:(\w+) sdev:(\w+)", re.MULTILINE)
 _MAP_LINE = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (....) [0-9a-f]+ ([0-9a-f]+:[0-9a-f]+) (\d+) +(.*)$", re.MULTILINE)
 
 
@@ -85,6 +86,15 @@ def _mount_id(fdinfo: str) -> int:
 def mappings(maps: str) -> list[tuple[str, str]]:
     """Pairs ``(permissions, name)`` of the named mappings in the text of ``/proc/<pid>/maps``."""
     return [(found[1], found[4]) for found in _MAP_LINE.finditer(maps) if found[4]]
+
+
+def watched(fdinfo: str) -> list[tuple[int, int]]:
+    """``(st_dev, st_ino)`` of what an inotify descriptor with this text in ``/proc/<pid>/fdinfo`` watches."""
+    found = []
+    for inode, device in _WATCH.findall(fdinfo):
+        number = int(device, 16)
+        found.append((os.makedev(number >> 20, number & 0xFFFFF), int(inode, 16)))
+    return found
 
 
 def mapped_writable(host_pids: Iterable[int], *, proc: Path = _PROC) -> set[str]:

@@ -37,6 +37,7 @@ def _without_numbers(message: str) -> str:
     """What is the same in every run of it."""
     message = message.partition(": ")[2]  # the pod and its node
     message = re.sub(r"\((?:/[^/ ]+)+/([^/ ]+)\)(?=:)", r"(…/\1)", message.replace("(/dev/", "(DEVICES"))
+    message = re.sub(r"(?<=watches )(?:/[^/ ]+)+/", "…/", message)
     message = re.sub(r"(process|descriptor|pid|device) [\d:]+", r"\1 N", message.replace("(DEVICES", "(/dev/"))
     return re.sub(r":\[\d+\]", ":[N]", message).replace("|", "/")
 
@@ -141,6 +142,8 @@ _OWN = {
     "packet_socket": (_DESCRIPTOR + ": sockets of the protocol PACKET cannot be saved", "close the capture of packets"),
     "aio": (_PROCESS + r": it has an AIO context \(io_setup\)", "call io_destroy"),
     "user_timeout": (_DESCRIPTOR + ": TCP_USER_TIMEOUT of 1500 ms is shorter", "set TCP_USER_TIMEOUT to 0"),
+    "corked": (_DESCRIPTOR + ": UDP_CORK is set", "set UDP_CORK to 0"),
+    "nameless_watch": (_DESCRIPTOR + r": it watches \S+/watched, which has no name any more", "remove the watch"),
     "nested": (_PROCESS + ": it is in a (user|pid) namespace of its own", "end the nested container"),
 }
 

@@ -113,6 +113,23 @@ def user_timeout() -> str:
     return ""
 
 
+def corked() -> str:
+    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    sock.setsockopt(17, 1, 1)
+    _kept.append(sock)
+    return ""
+
+
+def nameless_watch() -> str:
+    path = pathlib.Path("watched")
+    _kept.append(path.open("w"))
+    watcher = int(_libc.inotify_init1(os.O_NONBLOCK))
+    if _libc.inotify_add_watch(watcher, b"watched", 2) < 0:
+        raise OSError(ctypes.get_errno(), "inotify_add_watch")
+    path.unlink()
+    return ""
+
+
 def nested() -> str:
     if _libc.unshare(0x10000000 | 0x20000000):
         raise OSError(ctypes.get_errno(), "unshare")
