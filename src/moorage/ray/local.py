@@ -165,4 +165,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except MoorageError as error:
-        sys.exit(f"ray: {error}")
+        print(f"ray: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
