@@ -14,7 +14,7 @@ import sys
 import time
 
 from bench.report import Report, Target, spread, versions
-from moorage import rpc
+from moorage import dialing, rpc
 from moorage.config import ClientConfig, load
 from moorage.dev import cluster, control, roles
 from moorage.dev.layout import Cluster
@@ -32,7 +32,7 @@ _EVERY = 0.02
 async def leads(config: ClientConfig, endpoint: str) -> bool:
     """Whether that coordinator says that it leads."""
     try:
-        async with rpc.aio_channel(endpoint, config.tls) as channel:
+        async with await dialing.coordinator_channel(endpoint, config.tls, seconds=1.0) as channel:
             stub = coordinator_pb2_grpc.CoordinatorAsyncStub(channel)
             request = coordinator_pb2.StatusRequest()
             return bool((await rpc.unary(stub.Status, request, what="the coordinator", timeout=1.0)).leading)

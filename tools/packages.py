@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Make a .deb and a tarball of the runtime's programs (CRIU, runc, etcd, nft) from where `moorage runtime install` laid
-them: ``tools/packages.py --into build/packages``.
+"""Make a .deb and a tarball of the runtime's programs (CRIU, runc, etcd and its tools, nft) from where `moorage runtime
+install` laid them: ``tools/packages.py --into build/packages``.
 
 One package serves Debian 12 and 13 and Ubuntu 24.04: the programs carry their own C library, so nothing depends on the
 release's. What the programs would not find on another machine is found here: every interpreter, search path and needed

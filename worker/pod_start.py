@@ -10,6 +10,7 @@ from moorage.errors import MoorageError
 from moorage.worker import hooks, pod_gpu, pod_guard, pod_nccl, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.layers import PodLayers
+from moorage.worker.layers.owner import acting_as, owner_of
 from moorage.worker.pod import Pod
 from moorage.worker.pod_environment import place, rank_command, rank_environment
 from moorage.worker.pod_phase import Change
@@ -61,13 +62,17 @@ async def _root(pod: Pod, user: pod_user.User) -> None:
 
 def _lay_root(pod: Pod, user: pod_user.User) -> None:
     spec = pod.spec
+    owner = owner_of(user.uid, user.gid, user.groups)
+    with acting_as(owner):
+        needed = pod_user.command_paths(spec)
     layers = PodLayers.plan(
         pod.folder,
         image=Path(spec.image) if spec.image else None,
         working_directory=spec.working_directory or "/",
-        interpreters=pod_user.command_paths(spec),
+        interpreters=needed,
         user_mounts=[mount.destination for mount in spec.mounts],
         hidden=pod.node.hidden(),
+        owner=owner,
     )
     pod.layers = layers
     podinit.install(layers.upper, init_config(pod, user))

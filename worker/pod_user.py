@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from moorage.errors import EnvironmentLacking, Forbidden, UsageError
+from moorage.errors import EnvironmentLacking, Forbidden, MoorageError, UsageError
 from moorage.v1.types_pb2 import JobSpec
 from moorage.worker.layers import syscalls
 from moorage.worker.layers.owner import acting_as, owner_of
@@ -180,21 +179,55 @@ def command_paths(spec: JobSpec) -> list[str]:
     """Absolute paths of this host (in the image, if there is one) that the command needs: itself, what it links to, and
     the prefix of a virtual environment.
 
-    Raises `UsageError` when there is no command or it cannot be found in the job's ``PATH``.
+    To be called with the rights of the job's user (`acting_as`): what the answer tells must not be more than the user
+    could find out. Raises `UsageError` when there is no command or it cannot be found in the job's ``PATH``,
+    `Forbidden` for one where the user may not look.
     """
     if not spec.command or not spec.command[0]:
         raise UsageError(f"job {spec.name} has no command")
     root = Path(spec.image or "/")
     found = _find(spec, root)
     if found is None:
-        where = f"in image {spec.image}" if spec.image else "on this node"
-        path = spec.env.get("PATH", DEFAULT_PATH)
-        hint = "give its path" if "/" in spec.command[0] else f"PATH is {path}; give its path or set PATH with --env"
-        if "/" in spec.command[0] and (there := _at(spec, root, "")).exists():
-            what, hint = ("is a folder", "name a program") if there.is_dir() else ("is not executable", "chmod +x it")
-            raise UsageError(f"command {spec.command[0]} {what}", hint)
-        raise UsageError(f"command {spec.command[0]} does not exist {where}", hint)
+        raise _not_found(spec, root)
     return list(dict.fromkeys(map(str, _with_targets(found, root))))
+
+
+def _not_found(spec: JobSpec, root: Path) -> MoorageError:
+    name = spec.command[0]
+    where = f"in image {spec.image}" if spec.image else "on this node"
+    if "/" not in name:
+        path = spec.env.get("PATH", DEFAULT_PATH)
+        hint = f"PATH is {path}; give its path or set PATH with --env"
+        return UsageError(f"command {name} does not exist {where}", hint)
+    try:
+        status = _at(spec, root, "").stat()
+    except PermissionError:
+        return Forbidden(f"the job's user may not reach {name} {where}", "name what that user may execute")
+    except OSError:
+        return UsageError(f"command {name} does not exist {where}", "give its path")
+    what, hint = (
+        ("is a folder", "name a program") if stat.S_ISDIR(status.st_mode) else ("is not executable", "chmod +x it")
+    )
+    return UsageError(f"command {name} {what}", hint)
+
+
+def _executable(path: Path) -> bool:
+    # `shutil.which` asks with the real user's rights, and this thread has those of another.
+    return _is_file(path) and os.access(path, os.X_OK, effective_ids=True)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError:  # `Path.is_file` raises some
+        return False
+
+
+def _is_link(path: Path) -> bool:
+    try:
+        return stat.S_ISLNK(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def _find(spec: JobSpec, root: Path) -> Path | None:
@@ -205,9 +238,9 @@ def _find(spec: JobSpec, root: Path) -> Path | None:
         folders = [folder for folder in spec.env.get("PATH", DEFAULT_PATH).split(":") if folder]
     for folder in folders:
         inside = Path(spec.working_directory or "/", folder, name)
-        if shutil.which(str(_at(spec, root, folder))):
+        if _executable(_at(spec, root, folder)):
             return inside
-        if spec.image and _at(spec, root, folder).is_symlink():
+        if spec.image and _is_link(_at(spec, root, folder)):
             return inside  # an absolute link that leads nowhere outside the image may well lead somewhere in it
     return None
 
@@ -224,5 +257,5 @@ def _with_targets(found: Path, root: Path) -> Iterator[Path]:
         return
     yield found.resolve()
     prefix = found.parent.parent
-    if (prefix / "pyvenv.cfg").is_file():
+    if _is_file(prefix / "pyvenv.cfg"):
         yield prefix

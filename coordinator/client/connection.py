@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from moorage import rpc
+from moorage import dialing, rpc
 from moorage.config import ClientConfig
 from moorage.errors import Unavailable
 from moorage.v1 import coordinator_pb2_grpc
@@ -50,10 +50,7 @@ class Connection:
         stamp = self._tls.stamp()
         if self._line is not None and not self._line.users and stamp != self._stamp:
             await self.close()  # the certificate was replaced
-        if self._line is None:
-            self._stamp = stamp
-            self._line = _Line(rpc.aio_channel(self._targets[self._current], self._tls))
-        line = self._line
+        line = self._line or await self._dial(stamp)
         line.users += 1
         try:
             yield line
@@ -61,6 +58,22 @@ class Connection:
             line.users -= 1
             if not line.users and line is not self._line:
                 await line.channel.close(None)
+
+    async def _dial(self, stamp: object) -> _Line:
+        """The line to the present coordinator, or the one that another call has made meanwhile. Raises `Unavailable`;
+        then the next call tries the next coordinator."""
+        tried = self._current
+        try:
+            channel = await dialing.coordinator_channel(self._targets[tried], self._tls)
+        except Unavailable:
+            if self._line is None and self._current == tried:
+                self._current = (tried + 1) % len(self._targets)
+            raise
+        if self._line is not None:
+            await channel.close(None)
+            return self._line
+        self._stamp, self._line = stamp, _Line(channel)
+        return self._line
 
     @property
     def patience(self) -> float:
@@ -110,20 +123,24 @@ class Connection:
         give_up = loop.time() + self._patience
         pause = 0.1
         while True:
-            async with self._in_use() as line:
-                call = getattr(line.stub, method)(request(), metadata=rpc.metadata())
-                try:
-                    async for reply in call:
-                        give_up, pause = loop.time() + self._patience, 0.1
-                        yield reply
-                    return
-                except grpc.aio.AioRpcError as error:
-                    translated = rpc.translate(error, self.what)
-                    if not isinstance(translated, Unavailable) or loop.time() + pause > give_up:
+            try:
+                async with self._in_use() as line:
+                    call = getattr(line.stub, method)(request(), metadata=rpc.metadata())
+                    try:
+                        async for reply in call:
+                            give_up, pause = loop.time() + self._patience, 0.1
+                            yield reply
+                        return
+                    except grpc.aio.AioRpcError as error:
+                        translated = rpc.translate(error, self.what)
+                        if isinstance(translated, Unavailable):
+                            self._next(line)
                         raise translated from error
-                    self._next(line)
-                finally:
-                    call.cancel()
+                    finally:
+                        call.cancel()
+            except Unavailable:
+                if loop.time() + pause > give_up:
+                    raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
 

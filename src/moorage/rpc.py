@@ -73,9 +73,13 @@ def channel_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
 
 
 def aio_channel(target: str, tls: TlsFiles) -> grpc.aio.Channel:
-    """An asynchronous channel to ``host:port``, verified by `SERVER_NAME`."""
-    options = [*_OPTIONS, ("grpc.ssl_target_name_override", SERVER_NAME)]
-    return grpc.aio.secure_channel(target, channel_credentials(tls), options=options)
+    """An asynchronous channel to any server of the cluster at ``host:port``, verified by `SERVER_NAME`."""
+    return channel(target, channel_credentials(tls), SERVER_NAME)
+
+
+def channel(target: str, credentials: grpc.ChannelCredentials, name: str) -> grpc.aio.Channel:
+    """An asynchronous channel to a server whose certificate must have ``name``."""
+    return grpc.aio.secure_channel(target, credentials, options=[*_OPTIONS, ("grpc.ssl_target_name_override", name)])
 
 
 def server_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
@@ -281,7 +285,7 @@ def translate(error: grpc.RpcError, what: str) -> MoorageError:
     code = error.code() if hasattr(error, "code") else None
     details = error.details() if hasattr(error, "details") else str(error)
     if code == grpc.StatusCode.UNAVAILABLE:
-        return _unreachable(what, details or "")
+        return unreachable(what, details or "")
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"{what} did not answer in time")
     if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
@@ -289,7 +293,8 @@ def translate(error: grpc.RpcError, what: str) -> MoorageError:
     return MoorageError(f"{what}: {code.name if code else 'error'}: {details}")
 
 
-def _unreachable(what: str, details: str) -> Unavailable:
+def unreachable(what: str, details: str) -> Unavailable:
+    """The error for a peer that a connection to could not be made, by what TLS or gRPC said of it."""
     if "CERTIFICATE_VERIFY_FAILED" in details:
         return Unavailable(
             f"{what} is of another authority: its certificate is not one that is trusted here",

@@ -8,6 +8,10 @@ import msgspec
 
 #: The name in every server's certificate: nodes come and go with addresses of their own.
 SERVER_NAME = "moorage"
+#: The name that a coordinator's certificate has besides: nobody else can be taken for one.
+COORDINATOR_NAME = "coordinator.moorage"
+#: With the role behind it, a URI in every certificate of moorage's.
+ROLE_URI = "moorage://role/"
 #: Beside ``ca.pem``: what the authority has revoked. Servers read it anew whenever it changes.
 CRL_FILE = "crl.pem"
 

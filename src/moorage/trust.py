@@ -3,8 +3,9 @@
 Every connection of moorage (coordinator, worker, client) is mutual TLS. Server and client certificates are issued by
 one cluster authority; the certificate's common name is the principal (``coordinator``, ``worker:node-1``, ``user:me``)
 and a URI in it (``moorage://role/operate``) the role. Because nodes come and go with addresses of their own, servers
-are verified by the fixed name ``moorage`` in their certificates, not by address. So certificates of people and of join
-tokens have neither that name nor the use as a server: whoever holds one cannot play the coordinator for others.
+are verified by the fixed name ``moorage`` in their certificates, not by address, and coordinators by
+``coordinator.moorage``. So certificates of people and of join tokens have neither name nor the use as a server, and a
+worker's has only the first: whoever holds one cannot play the coordinator for others.
 
 An authority is a folder (0700): ``ca.pem``, ``ca.key``, ``crl.pem`` (what was revoked) and ``index.json`` (what was
 issued). All files are 0600 and replaced in one step, so that a reader never sees half of one.
@@ -30,11 +31,10 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from moorage.errors import Conflict, Forbidden, NotFound, UsageError
 from moorage.roles import PERSONS, ROLES
-from moorage.tls import CRL_FILE, SERVER_NAME, TlsFiles
+from moorage.tls import COORDINATOR_NAME, CRL_FILE, ROLE_URI, SERVER_NAME, TlsFiles
 
-__all__ = ["SERVER_NAME", "TlsFiles", "create_authority", "issue"]
+__all__ = ["ROLE_URI", "SERVER_NAME", "TlsFiles", "create_authority", "issue"]
 
-ROLE_URI = "moorage://role/"
 _BACKDATED = datetime.timedelta(hours=1)  # clocks differ
 _LONGEST_NAME = 64  # of a common name, by X.509
 
@@ -135,10 +135,14 @@ def _index(authority: Path) -> Iterator[list[Issued]]:
         issued = msgspec.json.decode(path.read_bytes(), type=list[Issued]) if path.exists() else []
         before = msgspec.json.encode(issued)
         yield issued
-        if (after := msgspec.json.encode(issued)) != before or not path.exists():
-            write_private(path, after)
+        if msgspec.json.encode(issued) != before or not path.exists():
+            _write_index(authority, issued)
     finally:
         os.close(descriptor)
+
+
+def _write_index(authority: Path, issued: list[Issued]) -> None:
+    write_private(authority / "index.json", msgspec.json.encode(issued))
 
 
 def _serves(principal: str, role: str) -> bool:
@@ -148,6 +152,8 @@ def _serves(principal: str, role: str) -> bool:
 
 def _names(addresses: tuple[str, ...], role: str, serves: bool) -> list[x509.GeneralName]:
     names: list[x509.GeneralName] = [x509.DNSName(SERVER_NAME)] if serves else []
+    if role == "coordinator":
+        names.append(x509.DNSName(COORDINATOR_NAME))
     for address in addresses:
         try:
             names.append(x509.IPAddress(ipaddress.ip_address(address)))
@@ -271,15 +277,35 @@ def listing(authority: Path) -> list[Issued]:
 
 
 def revoke(authority: Path, which: str) -> list[Issued]:
-    """Revoke the certificate with this serial number, or all of this principal; returns them. Raises `NotFound`."""
+    """Revoke the certificate with this serial number, or all of this principal; returns them. Raises `NotFound`.
+
+    The index is written before the list. Whoever died between the two, or in the other order as once was, has left one
+    of them behind: each call brings what either says into both, and returns what was not in both for newly revoked.
+    """
     with _index(authority) as issued:
-        doomed = [entry for entry in issued if which in (entry.serial, entry.principal) and not entry.revoked]
-        if not doomed:
-            raise NotFound(f"no good certificate {which!r} was issued here", "moorage certs list shows all of them")
-        for entry in doomed:
-            entry.revoked = time.time()
+        listed = _listed(authority)
+        doomed = []
+        for entry in issued:
+            when = listed.get(int(entry.serial, 16))
+            if which in (entry.serial, entry.principal) and not (entry.revoked and when):
+                doomed.append(entry)
+                entry.revoked = entry.revoked or when or time.time()
+            elif when:
+                entry.revoked = entry.revoked or when
+        _write_index(authority, issued)
         _write_crl(authority, issued)
+    if not doomed:
+        raise NotFound(f"no good certificate {which!r} was issued here", "moorage certs list shows all of them")
     return doomed
+
+
+def _listed(authority: Path) -> dict[int, float]:
+    """Serial numbers on the revocation list, and when each was revoked in seconds since the epoch."""
+    try:
+        crl = x509.load_pem_x509_crl((authority / CRL_FILE).read_bytes())
+    except FileNotFoundError:
+        return {}
+    return {entry.serial_number: entry.revocation_date_utc.timestamp() for entry in crl}
 
 
 def _write_crl(authority: Path, issued: list[Issued]) -> None:

@@ -276,6 +276,12 @@ def test_nobody_runs_as_somebody_else_and_no_path_leads_past_its_owners_rights(
             assert ended.phase == "failed"
             assert "may not reach" in ended.reason, ended.reason
             assert SECRET not in str(list(refused.logs()))
+        told = set()
+        for place in ("open", "nothing"):
+            for command, where in ((f"{hidden}/{place}", str(folder)), ("/bin/true", f"{hidden}/{place}")):
+                ended = ann.run([command], name="asking", working_directory=where).wait(timeout=120)
+                told.add(ended.reason.replace(f"{hidden}/{place}", "IT"))
+        assert len(told) == 2 and all("may not reach" in reason for reason in told), told
         given = folder / "given"
         given.write_text(SECRET)
         mounts = [f"{folder}:/x", f"{given}:/y:ro"]

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from moorage.errors import Forbidden, UsageError
+from moorage.errors import Forbidden, MoorageError, UsageError
 from moorage.v1.types_pb2 import JobSpec
+from moorage.worker.layers import PodLayers
+from moorage.worker.layers.owner import Owner, acting_as
 from moorage.worker.pod_user import command_paths, resolve
 
 
@@ -85,3 +90,50 @@ def test_a_command_is_looked_for_in_the_image(tmp_path: Path) -> None:
     assert command_paths(JobSpec(command=["inside"], image=str(tmp_path))) == ["/bin/inside"]
     with pytest.raises(UsageError, match="does not exist in image"):
         command_paths(JobSpec(command=["elsewhere"], image=str(tmp_path)))
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that everybody may enter; pytest's own lie where only root may."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.mark.root
+def test_no_answer_tells_a_user_what_lies_where_he_may_not_look(reachable: Path) -> None:
+    closed = reachable / "closed"
+    closed.mkdir()
+    for name in ("plain", "tool"):
+        (closed / name).touch()
+    (closed / "tool").chmod(0o755)
+    (closed / "folder").mkdir()
+    closed.chmod(0o700)
+    (reachable / "link").symlink_to(closed / "plain")
+    (reachable / "private").touch(0o644)
+    nobody = Owner(4123456, 4123456)
+
+    def said(*command: str, **more: Any) -> str:
+        with pytest.raises(MoorageError) as refused, acting_as(nobody):
+            command_paths(JobSpec(command=command, **more))
+        return refused.value.message.replace(command[0], "IT")
+
+    closed_ones = [str(closed / name) for name in ("plain", "tool", "folder", "nothing", "plain/x")]
+    assert {said(name) for name in [*closed_ones, str(reachable / "link")]} == {
+        "the job's user may not reach IT on this node"
+    }
+    assert said(str(reachable / "private")) == "command IT is not executable"
+    assert said(str(reachable / "nothing")) == "command IT does not exist on this node"
+    path = {"PATH": str(closed)}
+    assert {said(name, env=path) for name in ("plain", "tool", "nothing")} == {"command IT does not exist on this node"}
+
+    def planned(folder: Path) -> str:
+        with pytest.raises(MoorageError) as refused:
+            PodLayers.plan(reachable / "pod", image=None, working_directory=str(folder), owner=nobody)
+        return refused.value.message.replace(str(folder), "IT")
+
+    assert {planned(closed / name) for name in ("plain", "folder", "nothing")} == {
+        "the job's user may not reach the working directory IT on this node"
+    }
+    assert planned(reachable / "nothing") == "the working directory IT does not exist on this node"
+    assert command_paths(JobSpec(command=[str(closed / "tool")])) == [str(closed / "tool")]  # root again

@@ -9,10 +9,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from moorage import jointoken, machine, rpc, trust
+from moorage import dialing, jointoken, machine, rpc, trust
 from moorage.access import Gate
 from moorage.config import WorkerConfig, to_toml
-from moorage.errors import Conflict, Forbidden, NotFound, UsageError
+from moorage.errors import Conflict, Forbidden, NotFound, Unavailable, UsageError
 from moorage.jointoken import JoinToken
 from moorage.roles import PERSONS
 from moorage.tls import TlsFiles
@@ -158,3 +158,103 @@ def test_an_expired_certificate_is_refused_although_its_connection_still_stands(
     old = trust.issue(tmp_path / "ca", tmp_path / "old", "user:ann", days=-0.001)
     with pytest.raises(Forbidden, match="has run out"):
         Gate(server).check(pem(old))
+
+
+def test_a_coordinator_is_known_by_its_certificate_and_a_worker_cannot_play_it(tmp_path: Path) -> None:
+    ca = tmp_path / "ca"
+    trust.create_authority(ca, "test")
+    client = trust.issue(ca, tmp_path / "admin", "user:root", role="administer")
+    server = trust.issue(ca, tmp_path / "server", "coordinator", addresses=("127.0.0.1",))
+
+    async def go() -> None:
+        listening = rpc.aio_server()
+        port = listening.add_secure_port("127.0.0.1:0", rpc.server_credentials(server))
+        await listening.start()
+
+        async def reached(channel: grpc.aio.Channel) -> bool:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.unary_unary("/moorage.v1.Coordinator/Status", None, None)(b"", timeout=10)
+            return refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+        async def dial() -> grpc.aio.Channel:
+            return await dialing.coordinator_channel(f"localhost:{port}", client)
+
+        try:
+            async with await dial() as channel:
+                assert await reached(channel)
+            # One of a release before, whose certificates had no such name.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(trust, "COORDINATOR_NAME", "x.example")
+                trust.issue(ca, tmp_path / "server", "coordinator", addresses=("127.0.0.1",))
+            async with await dial() as channel:
+                assert await reached(channel)
+            async with await dial() as pinned:
+                # The look met the coordinator, the channel a worker that has taken its place since.
+                trust.issue(ca, tmp_path / "server", "worker:n", addresses=("127.0.0.1",))
+                assert not await reached(pinned)
+            with pytest.raises(Unavailable, match="is no coordinator: the certificate there is that of worker:n"):
+                await dial()
+            trust.issue(ca, tmp_path / "server", "worker:n", addresses=("coordinator.example", "moorage"))
+            with pytest.raises(Unavailable, match="is no coordinator"):
+                await dial()
+            trust.create_authority(tmp_path / "other", "other")
+            trust.issue(tmp_path / "other", tmp_path / "server", "coordinator")
+            with pytest.raises(Unavailable, match="of another authority"):
+                await dial()
+        finally:
+            await listening.stop(None)
+        with pytest.raises(Unavailable, match="cannot be reached"):
+            await dial()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("survives", [0, 1])
+def test_a_death_between_index_and_revocation_list_forgets_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: int
+) -> None:
+    """``survives``: how many of the two files were written. A release before wrote the list first."""
+    ca = tmp_path / "ca"
+    trust.create_authority(ca, "test")
+    for name in ("ann", "bob"):
+        trust.issue(ca, tmp_path / name, f"user:{name}")
+    write = trust.write_private
+    done: list[str] = []
+
+    def dying(path: Path, data: bytes) -> None:
+        if len(done) == survives:
+            raise KeyboardInterrupt
+        done.append(path.name)
+        write(path, data)
+
+    monkeypatch.setattr(trust, "write_private", dying)
+    with pytest.raises(KeyboardInterrupt):
+        trust.revoke(ca, "user:ann")
+    monkeypatch.setattr(trust, "write_private", write)
+    assert done == ["index.json"][:survives]
+    number = _both(ca)[0]
+    assert [entry.principal for entry in trust.revoke(ca, "user:bob")] == ["user:bob"]
+    assert len(_both(ca)[1]) == 1 + survives and _both(ca)[0] > number
+    with pytest.raises(NotFound):
+        trust.revoke(ca, "user:bob")
+    if not survives:
+        assert [entry.principal for entry in trust.revoke(ca, "user:ann")] == ["user:ann"]
+    revoked = {int(entry.serial, 16) for entry in trust.listing(ca) if entry.revoked}
+    assert len(revoked) == 2 and _both(ca)[1] == revoked
+
+
+def test_what_is_on_the_revocation_list_alone_stays_there(tmp_path: Path) -> None:
+    ca = tmp_path / "ca"
+    trust.create_authority(ca, "test")
+    for name in ("ann", "bob"):
+        trust.issue(ca, tmp_path / name, f"user:{name}")
+    before = (ca / "index.json").read_bytes()
+    trust.revoke(ca, "user:ann")
+    (ca / "index.json").write_bytes(before)  # as a release left it that wrote the list first, and died
+    trust.revoke(ca, "user:bob")
+    assert len(_both(ca)[1]) == 2
+    assert all(entry.revoked for entry in trust.listing(ca))
+
+
+def _both(authority: Path) -> tuple[int, frozenset[int]]:
+    return trust.read_crl((authority / "crl.pem").read_bytes(), (authority / "ca.pem").read_bytes())

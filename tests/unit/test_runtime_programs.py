@@ -20,6 +20,8 @@ from moorage.runtime.programs import Version, find, new_enough, parse_version
         ("runc", "runc version 1.3.6+ds1\ncommit: 1.3.6\nspec: 1.2.1\n", (1, 3, 6)),
         ("runc", "runc version 1.2.0-rc.1\n", (1, 2, 0)),
         ("etcd", "etcd Version: 3.5.30\nGit SHA: x\nGo Version: go1.26.2\n", (3, 5, 30)),
+        ("etcdctl", "etcdctl version: 3.5.30\nAPI version: 3.5\n", (3, 5, 30)),
+        ("etcdutl", "etcdutl version: 3.5.30\nAPI version: 3.5\n", (3, 5, 30)),
         ("nft", "nftables v1.1.7 (Commodore Bullmoose #8)", (1, 1, 7)),
         ("ip", "ip utility, iproute2-6.1.0, libbpf 1.1.0", (6, 1, 0)),
         ("ss", "ss utility, iproute2-7.3.0", (7, 3, 0)),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from moorage.errors import UsageError
+from moorage.errors import Forbidden, UsageError
 
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
@@ -96,3 +97,39 @@ def chain(path: str) -> list[str]:
             break
         path = str(place.parent / place.readlink())
     return found
+
+
+def points_of(
+    image: Path | None, working_directory: str, interpreters: Sequence[str], live: Sequence[str], secret: Sequence[str]
+) -> list[str]:
+    """Mount points of the host that a pod needs besides the root. Looks with the rights of this thread.
+
+    Arguments as of `PodLayers.plan`; ``secret``: real paths. Raises `UsageError`, `Forbidden` for a working directory
+    that cannot be had.
+    """
+    points: list[str] = []
+    if image is None:
+        real = os.path.realpath(working_directory)
+        check_working_directory(real, secret)
+        places = [real]
+        for path in interpreters:
+            for place in chain(path):
+                places += [place, str(Path(place).parent.parent)]
+        points = needed(places, read_mounts(), live)
+    else:
+        check_working_directory(working_directory, ())
+    if any(below(working_directory, mount) for mount in live):
+        return points
+    on_host = Path(working_directory) if image is None else image / working_directory.lstrip("/")
+    where = "on this node" if image is None else f"in the image {image}"
+    try:
+        if stat.S_ISDIR(on_host.stat().st_mode):
+            return points
+    except PermissionError:
+        raise Forbidden(
+            f"the job's user may not reach the working directory {working_directory} {where}",
+            "start the job from a folder that this user may enter",
+        ) from None
+    except OSError:
+        pass
+    raise UsageError(f"the working directory {working_directory} does not exist {where}")

@@ -10,21 +10,21 @@ import hashlib
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import msgspec
 
-from moorage.errors import Conflict, Incompatible, NotFound, UsageError
+from moorage.errors import Conflict, Incompatible, NotFound
 from moorage.store.manifests import Content
 from moorage.worker.layers.capture import LayerCapture, capture
 from moorage.worker.layers.changes import Change, compare, sides_at
-from moorage.worker.layers.hostmounts import below, chain, check_working_directory, mount_of, needed, read_mounts
+from moorage.worker.layers.hostmounts import below, mount_of, points_of, read_mounts
 from moorage.worker.layers.index import CaptureIndex
 from moorage.worker.layers.layer import ROOT, Layer, carried
 from moorage.worker.layers.names import names_of
 from moorage.worker.layers.overlay import is_mounted, mount_overlay, unmount_overlay
-from moorage.worker.layers.owner import Owner
+from moorage.worker.layers.owner import Owner, acting_as
 from moorage.worker.layers.parts import FilePiece, pieces_at, pieces_of_changes
 from moorage.worker.layers.populate import hide, make_folder, put_file, start_like
 from moorage.worker.layers.restore import Fetch, restore
@@ -65,30 +65,20 @@ class PodLayers:
         interpreters: Sequence[str] = (),
         user_mounts: Sequence[str] = (),
         hidden: Sequence[Path] = (),
+        owner: Owner | None = None,
     ) -> PodLayers:
         """Layers of a pod that starts afresh. Writes ``layers.json`` into ``folder``; mounts nothing.
 
         ``interpreters``: absolute host paths that the pod needs (argv[0], the interpreter, its prefix).
         ``user_mounts``: destinations of ``--mount``. ``hidden``: host folders that no pod may see (state, store, keys).
-        Raises `UsageError` (the working directory is hidden or absent).
+        ``owner``: with whose rights the working directory and ``interpreters`` are looked for, so that no answer tells
+        him of what he could not see himself; else with all that this process has.
+        Raises `UsageError` (the working directory is hidden or absent), `Forbidden` (the owner may not reach it).
         """
         live = tuple(path.rstrip("/") for path in user_mounts)
-        points: list[str] = []
-        on_live = any(below(working_directory, mount) for mount in live)
-        if image is None:
-            real = os.path.realpath(working_directory)
-            check_working_directory(real, [os.path.realpath(path) for path in hidden])
-            places = [real]
-            for path in interpreters:
-                for place in chain(path):
-                    places += [place, str(Path(place).parent.parent)]
-            points = needed(places, read_mounts(), live)
-        else:
-            check_working_directory(working_directory, ())
-        on_host = Path(working_directory) if image is None else image / working_directory.lstrip("/")
-        if not on_live and not on_host.is_dir():
-            where = "on this node" if image is None else f"in the image {image}"
-            raise UsageError(f"the working directory {working_directory} does not exist {where}")
+        secret = [os.path.realpath(path) for path in hidden]
+        with acting_as(owner) if owner is not None else nullcontext():
+            points = points_of(image, working_directory, interpreters, live, secret)
         return cls._prepared(folder, image, points, working_directory, live, hidden, time.time_ns())
 
     @classmethod

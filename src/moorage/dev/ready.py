@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 
-from moorage import rpc
+from moorage import dialing, rpc
 from moorage.config import ClientConfig, load
 from moorage.dev import control
 from moorage.dev.layout import Cluster
@@ -31,7 +31,7 @@ async def _state(config: ClientConfig) -> tuple[bool, set[str]]:
 
 
 async def _state_of(coordinator: str, config: ClientConfig) -> tuple[bool, set[str]]:
-    async with rpc.aio_channel(coordinator, config.tls) as channel:
+    async with await dialing.coordinator_channel(coordinator, config.tls, seconds=2.0) as channel:
         stub = coordinator_pb2_grpc.CoordinatorAsyncStub(channel)
         request = coordinator_pb2.StatusRequest()
         status = await rpc.unary(stub.Status, request, what="the coordinator", timeout=2.0)

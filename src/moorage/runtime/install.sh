@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lays the programs that moorage stands on (criu, runc, etcd, nft, ip, ss) under one folder, with the libraries that they
+# Lays the programs that moorage stands on (criu, runc, etcd with its tools, nft, ip, ss) under one folder, with the libraries that they
 # need, and touches nothing else of the machine: no package is installed, no service started.
 #
 #   install.sh [--prefix DIR] [--sources FILE] [--force]
@@ -26,6 +26,8 @@ table="
 criu criu 4.2
 runc runc 1.2
 etcd etcd-server 3.5.3
+etcdutl etcd-server 3.5.3
+etcdctl etcd-client 3.5.3
 nft nftables 1.0.7
 ip iproute2 0
 ss iproute2 0
@@ -56,15 +58,16 @@ version_of() { # program path
     criu) "$2" --version ;;
     runc) "$2" --version ;;
     etcd) "$2" --version ;;
+    etcdutl | etcdctl) "$2" version ;;
     nft) "$2" --version ;;
     ip | ss) "$2" -V ;;
-  esac 2>&1 </dev/null | sed -nE 's/^(Version: |runc version |etcd Version: |nftables v|.*iproute2-)([0-9][0-9.]*[0-9]).*/\2/p' |
+  esac 2>&1 </dev/null | sed -nE 's/^(Version: |runc version |etcd Version: |etcdutl version: |etcdctl version: |nftables v|.*iproute2-)([0-9][0-9.]*[0-9]).*/\2/p' |
     head -n 1
 }
 
 new_enough() { # program version least
   [ -n "$2" ] || return 1
-  if [ "$1" = etcd ] && dpkg --compare-versions "$2" ge 3.4 && dpkg --compare-versions "$2" lt 3.5; then return 0; fi
+  case $1 in etcd*) if dpkg --compare-versions "$2" ge 3.4 && dpkg --compare-versions "$2" lt 3.5; then return 0; fi ;; esac
   dpkg --compare-versions "$2" ge "$3"
 }
 
@@ -201,6 +204,17 @@ file_of() { # name: the regular file or link of that name in the unpacked tree
   find "$work/tree" \( -path '*/bin/*' -o -path '*/sbin/*' \) -name "$1" ! -type d -print | sort -r | head -n 1
 }
 
+linked() { # program: whether the machine's own is used
+  case " ${links[*]} " in *" $1="*) ;; *) return 1 ;; esac
+}
+
+holds_all() { # whether each program that is missing was among what was fetched; else the first one's name in $absent
+  while read -r absent _; do
+    [ -n "$absent" ] || continue
+    linked "$absent" || [ -n "$(file_of "$absent")" ] || return 1
+  done <<<"$table"
+}
+
 # --- Build the new folder.
 
 new=$prefix-$(date +%Y%m%d%H%M%S)-$$
@@ -215,6 +229,13 @@ if [ ${#packages[@]} -gt 0 ]; then
   fi
   offers_enough || die "neither this release nor the newest one of its archive has ${packages[*]} in versions that are new enough"
   fetch "$origin"
+  if ! holds_all && [ -z "$sources" ] && [ "$origin" != "$newest" ]; then # a release may package etcd without its tools
+    rm -rf "$work/debs" "$work/tree"
+    use_suite "$newest"
+    offers_enough || die "the newest release of this machine's archive has ${packages[*]} in versions that are too old"
+    fetch "$newest"
+  fi
+  holds_all || die "the fetched packages hold no $absent"
 
   library_folder=$(dirname "$(find "$work/tree" -name 'libc.so.6' | head -n 1)")
   loader=$(find "$library_folder" -name 'ld-linux*.so.*' | head -n 1)
@@ -233,7 +254,7 @@ if [ ${#packages[@]} -gt 0 ]; then
 
   while read -r program package _; do
     missing "$package" || continue
-    case " ${links[*]} " in *" $program="*) continue ;; esac
+    ! linked "$program" || continue
     cp -L --preserve=mode,timestamps "$(file_of "$program")" "$new/bin/$program"
     interpreter=$(patch --print-interpreter "$new/bin/$program" 2>/dev/null) || continue # static: runs as it is
     take_libraries "$new/bin/$program"

@@ -27,6 +27,7 @@ _ASK: dict[str, tuple[list[str], str]] = {
     "runc": (["--version"], r"runc version\s+([\d.]+)"),
     "etcd": (["--version"], r"etcd Version:\s*([\d.]+)"),
     "etcdctl": (["version"], r"etcdctl version:\s*([\d.]+)"),
+    "etcdutl": (["version"], r"etcdutl version:\s*([\d.]+)"),
     "nft": (["--version"], r"v([\d.]+)"),
     "ip": (["-V"], r"iproute2-([\d.]+)"),
     "ss": (["-V"], r"iproute2-([\d.]+)"),
@@ -46,7 +47,7 @@ def new_enough(name: str, version: Version) -> bool:
         return version >= (4, 2)
     if name == "runc":
         return version >= (1, 2)
-    if name in ("etcd", "etcdctl"):
+    if name in ("etcd", "etcdctl", "etcdutl"):
         return (3, 4) <= version < (3, 5) or version >= (3, 5, 3)
     return True
 
