@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from moorage.dev import roles
 from moorage.errors import Conflict, MoorageError, Unavailable
+from moorage.runtime import programs
+from moorage.tls import TlsFiles
 from tests.support.cluster import DevCluster
 from tests.support.pingpong_job import PingPong
 
@@ -50,40 +54,54 @@ def test_a_job_outlives_leaders_a_majority_and_an_etcd_that_forgot(cluster: DevC
     before = job.job.status()
     assert before.incarnation == 1 and before.restarts == 0
 
-    # etcd comes back as it was before the job's last restore: no coordinator leads.
-    for member in members:
-        cluster.stop(member)
-    folders = [roles.etcd_data(cluster.record, member) for member in members]
-    for folder in folders:
-        shutil.copytree(folder, folder.with_name(f"{folder.name}.old"))
-    for member in members:
-        cluster.start(member)
-    job.until_it_moves()
+    # etcd comes back from a backup that was taken before the job's last restore: no coordinator leads.
+    older, newer = cluster.folder / "older.db", cluster.folder / "newer.db"
+    _save(cluster, older)
     job.job.checkpoint()
     job.job.restore(job.job.status().latest_checkpoint)
     job.until_it_moves()
+    assert job.job.status().incarnation == 2
+    _save(cluster, newer)
+    _restore(cluster, older, bump=1_000_000_000)
+    job.until(lambda: _refused(cluster))
+
+    # The way out: a newer backup, raised above what the older one has come to.
+    _restore(cluster, newer, bump=2_000_000_000)
+    job.until(lambda: not _refused(cluster))
+    job.until_it_moves()
+    assert job.job.status().incarnation == 2
+    job.end()
+    job.assert_right()
+
+
+def _save(cluster: DevCluster, file: Path) -> None:
+    """As docs/etcd.md has it."""
+    tls = TlsFiles.in_folder(roles.etcd_admin(cluster.record))
+    host = f"https://{cluster.record.gateway}:{cluster.record.etcd_ports[0][0]}"
+    identity = ["--cacert", tls.ca, "--cert", tls.cert, "--key", tls.key]
+    _run(str(programs.find("etcdctl")), "--endpoints", host, *identity, "snapshot", "save", str(file))
+
+
+def _restore(cluster: DevCluster, file: Path, *, bump: int) -> None:
+    """As docs/etcd.md has it: with coordinators and etcd stopped, into new data folders of all members."""
+    members = roles.etcd_names(cluster.record)
     coordinators = roles.coordinator_names(cluster.record)
     for role in (*coordinators, *members):
         cluster.stop(role)
-    for folder in folders:
-        folder.rename(folder.with_name(f"{folder.name}.new"))
-        folder.with_name(f"{folder.name}.old").rename(folder)
-    for role in (*members, *coordinators):
-        cluster.start(role)
-    job.until(lambda: _refused(cluster))
-
-    # The way out: the newer state.
-    for role in (*coordinators, *members):
-        cluster.stop(role)
-    for folder in folders:
+    for member in members:
+        folder = roles.etcd_data(cluster.record, member)
         shutil.rmtree(folder)
-        folder.with_name(f"{folder.name}.new").rename(folder)
+        same = ("--name=", "--initial-cluster=", "--initial-advertise-peer-urls=", "--data-dir=")
+        options = [word for word in roles.etcd_argv(cluster.record, member) if word.startswith(same)]
+        program = str(programs.find("etcdutl"))
+        _run(program, "snapshot", "restore", str(file), *options, "--bump-revision", str(bump), "--mark-compacted")
     for role in (*members, *coordinators):
         cluster.start(role)
-    job.until(lambda: not _refused(cluster))
-    job.until_it_moves()
-    job.end()
-    job.assert_right()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert not done.returncode, done.stderr
 
 
 def _still(job: PingPong) -> bool:

@@ -165,6 +165,7 @@ MISSING: list[tuple[Callable[[Healthy], None], str, str, str]] = [
     (says("criu check", "no CONFIG_X"), "criu", "no CONFIG_X", "CHECKPOINT_RESTORE"),
     (without("runc"), "runc", "not installed", "runtime install"),
     (program("runc", (1, 1, 15)), "runc", "1.1.15", "runtime install"),
+    (program("runc", (1, 3, 2)), "runc", "fake /proc", "runtime install"),
     (no_time_in_runc, "runc", "without time namespaces", "runtime install"),
     (program("etcd", (3, 5, 0)), "etcd", "lose data", "runtime install"),
     (program("etcd", (3, 5, 2)), "etcd", "lose data", "runtime install"),

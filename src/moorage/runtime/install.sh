@@ -20,11 +20,12 @@ set -Eeuo pipefail
 
 recipe=1 # raise when what is laid changes, so that older folders are built anew
 
-# program, package, least version. CRIU: kernels from 6.16 need 4.2. runc: time namespaces. etcd: 3.5.0 to 3.5.2 can lose
-# data (an installed 3.4 works too, but nothing older than 3.5.3 is fetched). nft: `destroy`.
+# program, package, least version. CRIU: kernels from 6.16 need 4.2. runc: time namespaces; 1.2.8, and 1.3.3 of the
+# series 1.3, refuse a /dev/null and a /proc that are none. etcd: 3.5.0 to 3.5.2 can lose data (an installed 3.4 works
+# too, but nothing older than 3.5.3 is fetched). nft: `destroy`.
 table="
 criu criu 4.2
-runc runc 1.2
+runc runc 1.2.8
 etcd etcd-server 3.5.3
 etcdutl etcd-server 3.5.3
 etcdctl etcd-client 3.5.3
@@ -68,6 +69,7 @@ version_of() { # program path
 new_enough() { # program version least
   [ -n "$2" ] || return 1
   case $1 in etcd*) if dpkg --compare-versions "$2" ge 3.4 && dpkg --compare-versions "$2" lt 3.5; then return 0; fi ;; esac
+  if [ "$1" = runc ] && dpkg --compare-versions "$2" ge 1.3 && dpkg --compare-versions "$2" lt 1.3.3; then return 1; fi
   dpkg --compare-versions "$2" ge "$3"
 }
 
@@ -93,7 +95,7 @@ if [ -z "$force" ] && complete; then
 fi
 
 type apt-get dpkg-deb flock >/dev/null 2>&1 ||
-  die "this is not a Debian or Ubuntu machine: install CRIU 4.2, runc 1.2 and etcd 3.5.3 or newer, nftables and iproute2 by hand"
+  die "this is not a Debian or Ubuntu machine: install CRIU 4.2, runc 1.3.3 and etcd 3.5.3 or newer, nftables and iproute2 by hand"
 mkdir -p "$(dirname "$prefix")" 2>/dev/null || true
 { [ -d "$(dirname "$prefix")" ] && [ -w "$(dirname "$prefix")" ]; } ||
   die "$(dirname "$prefix") cannot be written: run this as root, or name another folder with --prefix"
@@ -183,6 +185,7 @@ offers_enough() { # every package that is missing is new enough in the suite in 
     candidate=$(apt-cache "${apt_options[@]}" policy "$package" | sed -nE 's/^ *Candidate: ([0-9]+:)?(.*)/\2/p')
     # A Debian revision sorts above the bare upstream version, so `ge` is right.
     dpkg --compare-versions "${candidate:-0}" ge "$least" || return 1
+    new_enough "$package" "$candidate" "$least" || return 1
   done <<<"$table"
 }
 

@@ -40,13 +40,14 @@ _SYSTEM_FOLDERS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
 def new_enough(name: str, version: Version) -> bool:
     """Whether moorage can work with this version of the program.
 
-    CRIU: 4.2, because kernels from 6.16 need it. runc: 1.2, for time namespaces. etcd: 3.4, or 3.5.3 and later
-    (3.5.0 to 3.5.2 can lose data). Other programs: any.
+    CRIU: 4.2, because kernels from 6.16 need it. runc: 1.2, for time namespaces, and of each series the release that
+    refuses a /dev/null or a /proc that is none (CVE-2025-31133, CVE-2025-52881). etcd: 3.4, or 3.5.3 and later (3.5.0
+    to 3.5.2 can lose data). Other programs: any.
     """
     if name == "criu":
         return version >= (4, 2)
     if name == "runc":
-        return version >= (1, 2)
+        return (1, 2, 8) <= version < (1, 3) or version >= (1, 3, 3)
     if name in ("etcd", "etcdctl", "etcdutl"):
         return (3, 4) <= version < (3, 5) or version >= (3, 5, 3)
     return True
