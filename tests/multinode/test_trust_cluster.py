@@ -195,6 +195,20 @@ def test_no_mount_takes_the_place_of_the_pods_init(cluster: DevCluster, folder: 
     assert [path.name for path in mine.iterdir()] == ["init"]
 
 
+def test_no_mount_gets_by_a_symlink_where_it_may_not_be_named(cluster: DevCluster, folder: Path) -> None:
+    """runc's to refuse; a fake null would have it bind what ann likes over what it masks, writable."""
+    fake = folder / "fake"
+    fake.mkdir(mode=0o777)
+    (fake / "null").symlink_to("/proc/sys/kernel/core_pattern")
+    with person(cluster, ANN) as ann:
+        for place in ("/", "/dev", "/proc"):
+            link = folder / f"to-{place.strip('/') or 'root'}"
+            link.symlink_to(place)
+            job = ann.run(["true"], name="faker", working_directory="/tmp", mounts=[f"{fake}:{link}"])
+            ended = job.wait(timeout=120)
+            assert (ended.phase, "runc run failed" in ended.reason) == ("failed", True), (place, ended.reason)
+
+
 def test_a_pod_sees_neither_the_nodes_state_nor_the_store_nor_keys(cluster: DevCluster, job: Any) -> None:
     state = cluster.folder / "state"
     said = output_of(job, f"find {state} 2>/dev/null; ls /run/moorage/*.sock; cat /run/moorage/*.sock")
