@@ -51,9 +51,10 @@ class AsyncClient(FleetCalls):
         *,
         config: configuration.ClientConfig | None = None,
         patience: float = 30.0,
+        on_silence: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config or configuration.client_config({"coordinator": coordinator})
-        self.connection = Connection(self.config, patience=patience)
+        self.connection = Connection(self.config, patience=patience, on_silence=on_silence)
 
     async def __aenter__(self) -> Self:
         return self

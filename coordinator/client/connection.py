@@ -20,6 +20,9 @@ from moorage.config import ClientConfig
 from moorage.errors import Unavailable
 from moorage.v1 import coordinator_pb2_grpc
 
+#: Seconds without an answer after which somebody who waits wants to know why.
+TOLD_AFTER = 3.0
+
 
 class _Line:
     """A channel and how many calls are under way on it: one call's move to another coordinator must not end others."""
@@ -33,13 +36,17 @@ class _Line:
 class Connection:
     """A channel to the first coordinator that answers; moves to the next when one is unavailable.
 
-    ``patience`` is how many seconds a call keeps trying before it raises `Unavailable`.
+    ``patience`` is how many seconds a call keeps trying before it raises `Unavailable`. ``on_silence`` is told once a
+    call, in a sentence, when that takes more than `TOLD_AFTER` seconds.
     """
 
-    def __init__(self, config: ClientConfig, *, patience: float = 30.0) -> None:
+    def __init__(
+        self, config: ClientConfig, *, patience: float = 30.0, on_silence: Callable[[str], None] | None = None
+    ) -> None:
         self._targets = config.coordinators
         self._tls = config.tls
         self._patience = patience
+        self._on_silence = on_silence
         self._current = 0
         self._line: _Line | None = None
         self._stamp: object = None
@@ -79,6 +86,13 @@ class Connection:
     def patience(self) -> float:
         return self._patience
 
+    def _wait(self, left: float) -> bool:
+        """Whether it was told that nobody answers: only when that has taken a while and ``left`` seconds remain."""
+        if self._on_silence is None or self._patience - left < TOLD_AFTER or left < 1:
+            return False
+        self._on_silence(f"{self.what} does not answer; trying for {left:.0f} s more")
+        return True
+
     @property
     def what(self) -> str:
         return f"coordinator {', '.join(self._targets)}"
@@ -99,7 +113,7 @@ class Connection:
         """One unary call, made again while no coordinator answers. Raises what the coordinator raised."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience
-        pause = 0.1
+        pause, told = 0.1, False
         while True:
             try:
                 async with self._in_use() as line:
@@ -111,6 +125,7 @@ class Connection:
             except Unavailable:
                 if loop.time() + pause > give_up:
                     raise
+                told = told or self._wait(give_up - loop.time())
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
 
@@ -121,14 +136,14 @@ class Connection:
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + self._patience
-        pause = 0.1
+        pause, told = 0.1, False
         while True:
             try:
                 async with self._in_use() as line:
                     call = getattr(line.stub, method)(request(), metadata=rpc.metadata())
                     try:
                         async for reply in call:
-                            give_up, pause = loop.time() + self._patience, 0.1
+                            give_up, pause, told = loop.time() + self._patience, 0.1, False
                             yield reply
                         return
                     except grpc.aio.AioRpcError as error:
@@ -141,6 +156,7 @@ class Connection:
             except Unavailable:
                 if loop.time() + pause > give_up:
                     raise
+                told = told or self._wait(give_up - loop.time())
             await asyncio.sleep(pause)
             pause = min(pause * 2, 1.0)
 

@@ -100,11 +100,16 @@ class Client:
     """A client of one cluster; see `AsyncClient` for what each verb does and raises."""
 
     def __init__(
-        self, coordinator: str | None = None, *, config: ClientConfig | None = None, patience: float = 30.0
+        self,
+        coordinator: str | None = None,
+        *,
+        config: ClientConfig | None = None,
+        patience: float = 30.0,
+        on_silence: Callable[[str], None] | None = None,
     ) -> None:
         self._loop = _Loop()
         try:
-            self._client = self._loop.run(_make(coordinator, config, patience))
+            self._client = self._loop.run(_make(coordinator, config, patience, on_silence))
         except BaseException:
             self._loop.close()
             raise
@@ -225,9 +230,11 @@ class Client:
         return self._loop.run(self._client.status())
 
 
-async def _make(coordinator: str | None, config: ClientConfig | None, patience: float) -> AsyncClient:
+async def _make(
+    coordinator: str | None, config: ClientConfig | None, patience: float, on_silence: Callable[[str], None] | None
+) -> AsyncClient:
     # In the loop's thread: gRPC binds its channels to the loop that is running when they are made.
-    return AsyncClient(coordinator, config=config, patience=patience)
+    return AsyncClient(coordinator, config=config, patience=patience, on_silence=on_silence)
 
 
 class Job:

@@ -125,6 +125,20 @@ def test_a_coordinator_that_stays_away_is_an_error_that_names_it(coordinator: Fa
         client.jobs()
 
 
+def test_who_waits_for_a_coordinator_hears_of_it_once_a_call(
+    coordinator: FakeCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moorage.coordinator.client.connection.TOLD_AFTER", 0.0)
+    told: list[str] = []
+    with Client(config=coordinator.config, patience=2, on_silence=told.append) as client:
+        client.jobs()
+        assert told == []
+        coordinator.stop()
+        with pytest.raises(Unavailable):
+            client.jobs()
+    assert told == [f"coordinator 127.0.0.1:{coordinator.port} does not answer; trying for 2 s more"]
+
+
 def test_the_next_coordinator_of_the_list_is_asked_when_one_is_away(coordinator: FakeCoordinator) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

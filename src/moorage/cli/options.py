@@ -65,7 +65,9 @@ def confirm(question: str, *, yes: bool) -> None:
 @contextmanager
 def client(*, patience: float = 30.0) -> Iterator[Client]:
     """A client from flags, environment and files. Raises `UsageError` if no coordinator is configured."""
+    from moorage.cli import output
     from moorage.coordinator.client import Client
 
-    with Client(config=config.client_config(global_flags, config=config_file[0]), patience=patience) as made:
+    settings = config.client_config(global_flags, config=config_file[0])
+    with Client(config=settings, patience=patience, on_silence=output.remark) as made:
         yield made
