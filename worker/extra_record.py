@@ -45,11 +45,21 @@ class Terminal(msgspec.Struct, frozen=True):
     fd: int
 
 
+class PosixLock(msgspec.Struct, frozen=True):
+    """A POSIX lock of process ``pid`` (in the pod) on bytes of descriptor ``fd``'s file; ``length`` 0: to any end."""
+
+    pid: int
+    fd: int
+    write: bool
+    start: int
+    length: int
+
+
 class Extras(msgspec.Struct):
     """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
     POSIX timer → the thread that it signals. ``eventfds``: process → descriptor → flags, of those that CRIU would make
     otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT,
-    ``terminals``: those with text that waits.
+    ``terminals``: those with text that waits, ``locks``: all POSIX locks.
     ``backlog``: connections that wait to be accepted, ``datagrams``: what waits in UDP sockets. All numbers are those
     in the pod."""
 
@@ -61,6 +71,7 @@ class Extras(msgspec.Struct):
     zombies: dict[str, int] = {}
     packets: list[PacketPipe] = []
     terminals: list[Terminal] = []
+    locks: list[PosixLock] = []
     backlog: list[Waiting] = []
     datagrams: list[Datagram] = []
 

@@ -25,7 +25,7 @@ import structlog
 from moorage.errors import Refused
 from moorage.worker import extra_files
 from moorage.worker.borrow import borrowed, borrowed_socket, libc
-from moorage.worker.extra_record import Extras, SocketOptions, Thread
+from moorage.worker.extra_record import Extras, PosixLock, SocketOptions, Thread
 from moorage.worker.layers import PodLayers
 from moorage.worker.network import datagrams
 from moorage.worker.network.datagrams import Datagram
@@ -34,6 +34,7 @@ from moorage.worker.transient import waiting_bytes
 
 log = structlog.get_logger(__name__)
 
+_LOCK = re.compile(r"^lock:\t\d+: POSIX +\w+ +(READ|WRITE) +(\d+) \S+ (\d+) (\d+|EOF)$", re.MULTILINE)
 _DEFAULT_SLACK = 50_000
 _NOTIFIED = re.compile(r"^ID: (\d+)\n.*\nnotify: \w+/tid\.(\d+)$", re.MULTILINE)
 _SOL_IPV6, _IPV6_TCLASS, _IPV6_HOPS = 41, 67, 16
@@ -90,7 +91,9 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
                     _watches(pid, folder, fd, watches)
                 elif target.startswith("socket:"):
                     _socket(pid, inside, fd, extras, seen, again)
-                elif target.endswith(" (deleted)"):
+                elif target.startswith("/"):
+                    extras.locks += posix_locks((folder / "fdinfo" / str(fd)).read_text(), pid, inside, fd)
+                if target.endswith(" (deleted)"):
                     _nameless(folder / "fd" / str(fd), target, f"process {inside}, descriptor {fd}", nameless)
             for path, target in _mapped(folder):
                 _nameless(path, target, f"process {inside}, a mapping", nameless)
@@ -122,6 +125,15 @@ def _watched(watches: dict[tuple[int, int], str], layers: PodLayers, near: list[
         return []
     found = layers.names_of(watches.keys(), near, deep=True)
     return [((os.major(dev) << 20) | os.minor(dev), inode, path) for (dev, inode), path in found.items()]
+
+
+def posix_locks(fdinfo: str, host_pid: int, pid: int, fd: int) -> list[PosixLock]:
+    """The POSIX locks of process ``host_pid`` (``pid`` in the pod) in the text of its descriptor's fdinfo. Pure."""
+    return [
+        PosixLock(pid, fd, kind == "WRITE", int(start), 0 if end == "EOF" else int(end) + 1 - int(start))
+        for kind, owner, start, end in _LOCK.findall(fdinfo)
+        if int(owner) == host_pid
+    ]
 
 
 def _inner(folder: Path) -> int:

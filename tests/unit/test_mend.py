@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from moorage.errors import CorruptData
-from moorage.worker.extra_record import Extras, SocketOptions, Thread
+from moorage.worker import extra_state
+from moorage.worker.extra_record import Extras, PosixLock, SocketOptions, Thread
 from moorage.worker.sandbox import images, mend
 
 
@@ -34,6 +35,35 @@ def test_a_damaged_image_is_told(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "files.img").write_bytes(damage)
     with pytest.raises(CorruptData):
         images.read(tmp_path / "files.img", "file")
+
+
+def test_locks_that_criu_left_out_are_added() -> None:
+    one = PosixLock(5, 3, True, 10, 5)
+    there = images.message("lock")(flag=1, type=1, pid=5, fd=3, start=10, length=5)
+    flock = images.message("lock")(flag=2, type=1, pid=6, fd=3, start=10, length=5)  # no POSIX lock
+    assert mend.add_locks([there], [one]) is None
+    added = mend.add_locks([there, flock], [one, PosixLock(6, 3, False, 10, 5)])
+    assert added is not None
+    assert [(each.flag, each.type, each.pid) for each in added] == [(1, 1, 5), (2, 1, 6), (1, 0, 6)]
+
+
+def test_an_image_that_criu_left_out_for_want_of_locks_is_made(tmp_path: Path) -> None:
+    mend.mend(tmp_path, Extras(locks=[PosixLock(6, 3, True, 10, 0)]))
+    magic, [lock] = images.read(tmp_path / "filelocks.img", "lock")
+    assert (magic, lock.pid, lock.start, lock.length) == (images.LOCKS_MAGIC, 6, 10, 0)
+
+
+def test_the_locks_of_a_process_are_read_from_what_its_descriptor_shows() -> None:
+    text = (
+        "pos:\t0\nflags:\t0100002\nmnt_id:\t30\nino:\t7\n"
+        "lock:\t1: POSIX  ADVISORY  WRITE 4711 08:02:7 10 14\n"
+        "lock:\t2: POSIX  ADVISORY  READ 4711 08:02:7 9000 EOF\n"
+        "lock:\t3: POSIX  ADVISORY  READ 4712 08:02:7 1 1\n"
+        "lock:\t4: FLOCK  ADVISORY  WRITE 4711 08:02:7 0 EOF\n"
+        "lock:\t5: OFDLCK ADVISORY  WRITE -1 08:02:7 0 EOF\n"
+    )
+    found = extra_state.posix_locks(text, 4711, 5, 3)
+    assert found == [PosixLock(5, 3, True, 10, 5), PosixLock(5, 3, False, 9000, 0)]
 
 
 def test_only_a_periodic_timer_without_a_time_gets_one(tmp_path: Path) -> None:

@@ -53,6 +53,10 @@ _MESSAGES: Final[dict[str, tuple[tuple[str, int, str], ...]]] = {
     "timers": (("posix", 4, "posix_timer*"),),
     "task": (("task_state", 1, "u32"), ("exit_code", 2, "u32"), ("timers", 7, "timers")),
     "core": (("mtype", 1, "u32"), ("task", 3, "task")),
+    "lock": (
+        ("flag", 1, "u32"), ("type", 2, "u32"), ("pid", 3, "i32"), ("fd", 4, "i32"), ("start", 5, "u64"),
+        ("length", 6, "u64"),
+    ),
     "irmap": (("device", 1, "u32"), ("inode", 2, "u64"), ("path", 3, "bytes")),
 }  # fmt: skip
 
@@ -80,6 +84,9 @@ def _pool() -> Any:
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return pool
+
+#: Of images that CRIU leaves out when they would be empty (criu/include/magic.h).
+LOCKS_MAGIC: Final = 0x54323616
 
 
 def read(path: Path, kind: str) -> tuple[int, list[Any]]:
@@ -111,14 +118,14 @@ def _encode(magics: tuple[int, int], entries: Iterable[Any]) -> bytes:
     return b"".join(parts)
 
 
-def edit(path: Path, kind: str, change: Callable[[list[Any]], list[Any] | None]) -> None:
+def edit(path: Path, kind: str, change: Callable[[list[Any]], list[Any] | None], *, absent: int = 0) -> None:
     """Let ``change`` look at the entries of an image; what it returns is written, None leaves the file as it is.
 
-    A file that is absent is left so. Raises `CorruptData`.
+    A file that is absent is left so, or made with the magic number ``absent``. Raises `CorruptData`.
     """
-    if not path.exists():
+    if not (found := path.exists()) and not absent:
         return
-    magic, entries = read(path, kind)
+    magic, entries = read(path, kind) if found else (absent, [])
     changed = change(entries)
     if changed is not None:
         path.write_bytes(_encode((_COMMON_MAGIC, magic), changed))

@@ -5,21 +5,23 @@
 * A POSIX timer that signals one thread names none: CRIU writes down what happened to be in its memory.
 * Of an eventfd with EFD_SEMAPHORE or a counter of more than 32 bits, and of an exit code above 127, a preloaded library
   is told (native/criu_limits/mends.cpp).
+* CRIU leaves out the POSIX locks that a process took on a descriptor which it shares with its parent.
 * An open file that lost its name while it has another is opened by the other one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moorage.worker.extra_record import Extras
+from moorage.worker.extra_record import Extras, PosixLock
 from moorage.worker.sandbox import images
 
 #: Counters from here on stand for eventfds that the library makes.
 _FIRST_MARK = 0xE0000000
+_POSIX = 1  # FL_POSIX
 
 
 def mend(folder: Path, extras: Extras) -> str:
@@ -29,6 +31,9 @@ def mend(folder: Path, extras: Extras) -> str:
         _relink(folder, extras.links)
     for process, timers in extras.timers.items():
         images.edit(folder / f"core-{process}.img", "core", functools.partial(name_threads, threads=timers))
+    if extras.locks:
+        adding = functools.partial(add_locks, locks=extras.locks)
+        images.edit(folder / "filelocks.img", "lock", adding, absent=images.LOCKS_MAGIC)
     said = [f"z {process} {code};" for process, code in extras.zombies.items()]
     if extras.eventfds:
         flags = dict(pair for process, fds in extras.eventfds.items() for pair in _files(folder, process, fds))
@@ -54,6 +59,18 @@ def mark_eventfds(files: list[Any], flags: Mapping[int, int], said: list[str]) -
             said.append(f"e {mark} {file.eventfd.counter} {flags[file.id]};")
             file.eventfd.counter = mark
     return files
+
+
+def add_locks(found: list[Any], locks: Sequence[PosixLock]) -> list[Any] | None:
+    """Append the locks that are not among ``found``; None if all are."""
+    known = {(each.pid, each.fd, each.start, each.length) for each in found if each.flag & _POSIX}
+    entry = images.message("lock")
+    lacking = [
+        entry(flag=_POSIX, type=int(lock.write), pid=lock.pid, fd=lock.fd, start=lock.start, length=lock.length)
+        for lock in locks
+        if (lock.pid, lock.fd, lock.start, lock.length) not in known
+    ]
+    return [*found, *lacking] if lacking else None
 
 
 def wind_timers(files: list[Any]) -> list[Any] | None:

@@ -43,9 +43,18 @@ def program(nonce: bytes) -> Iterator[None]:
                 lambda: fcntl.flock(other["shared"], fcntl.LOCK_EX | fcntl.LOCK_NB),
                 lambda: fcntl.lockf(other["posix"], fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 14),
                 lambda: fcntl.lockf(other["posix"], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 109),
+                lambda: fcntl.lockf(other["posix"], fcntl.LOCK_SH | fcntl.LOCK_NB, 1, 5009),
+                lambda: fcntl.lockf(other["posix"], fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 99999),
                 lambda: fcntl.fcntl(other["ofd"], OFD_SET, record(fcntl.F_RDLCK, nonce[0] + 6, 1)),
             )
             os.write(answer[1], b"".join(b"1" if refused(each) else b"0" for each in tries))
+
+    def heir() -> None:
+        fcntl.lockf(posix, fcntl.LOCK_EX, 10, 5000)  # on its parent's open file
+        fcntl.lockf(posix, fcntl.LOCK_SH, 0, 9000)  # to the end, wherever that is
+        os.write(answer[1], b"heir")
+        while True:
+            time.sleep(1000)
 
     def waiter() -> None:
         fd = os.open("flock", os.O_RDWR)
@@ -54,12 +63,14 @@ def program(nonce: bytes) -> Iterator[None]:
         while True:
             time.sleep(1000)
 
+    fork(heir)
+    check(os.read(answer[0], 20) == b"heir", "a child gets locks of its own")
     fork(child)
     waits = fork(waiter)
     yield
     while True:
         os.write(question[1], b"?")
-        equal(os.read(answer[0], 20), b"11111", "locks that hold")
+        equal(os.read(answer[0], 20), b"1111111", "locks that hold")
         equal(os.waitpid(waits, os.WNOHANG), (0, 0), "the one that waits")
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
             fcntl.flock(whole, fcntl.LOCK_UN)
