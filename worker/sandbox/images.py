@@ -85,6 +85,7 @@ def _pool() -> Any:
     pool.Add(file)
     return pool
 
+
 #: Of images that CRIU leaves out when they would be empty (criu/include/magic.h).
 LOCKS_MAGIC: Final = 0x54323616
 
