@@ -125,6 +125,7 @@ void Supervisor::exited(Rank& rank, int status) {
   }
   if (rank.code != 0 && !failure_) {
     failure_ = rank.code;
+    first_failed_ = &rank;
     signal_ranks(SIGTERM);
     kill_at_ms_ = monotonic_ms() + config_.grace_ms;
   }
@@ -186,6 +187,8 @@ bool Supervisor::pass_on(Rank& rank, Stream& stream) {
 
 bool Supervisor::report(Rank& rank) {
   if (!rank.exited || rank.reported || rank.streams[0].owed > 0 || rank.streams[1].owed > 0) return false;
+  // The others ended because of the first that failed: whoever is told of them first would blame them.
+  if (first_failed_ && first_failed_ != &rank && !first_failed_->reported) return false;
   rank.reported = true;
   writer_.submit_number(Kind::Exited, rank.rank, rank.code);
   return true;

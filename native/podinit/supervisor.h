@@ -61,6 +61,7 @@ class Supervisor {
   std::vector<Rank> ranks_;
   std::size_t turn_ = 0;
   std::optional<int> failure_;
+  const Rank* first_failed_ = nullptr;
   std::optional<std::int64_t> kill_at_ms_;
 };
 

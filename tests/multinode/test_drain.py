@@ -205,7 +205,7 @@ def test_a_drain_that_is_interrupted_stands_still_and_goes_on_when_it_is_repeate
     line = ("drain", *here, "-y")
     process = moorage(cluster, *line)
     assert process.stderr is not None
-    while "is checkpointed" not in process.stderr.readline():
+    while "is being checkpointed" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)

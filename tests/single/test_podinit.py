@@ -153,6 +153,19 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def test_the_rank_that_failed_is_told_before_those_that_ended_for_it(tmp_path: Path) -> None:
+    init = Init(tmp_path, [shell("sleep 100", 0), shell("sleep 0.3; seq 1 20000; exit 3", 1)])
+    deadline = time.monotonic() + 20
+    ranks = Path(f"/proc/{init.pid}/task/{init.pid}/children")
+    while not ranks.read_text():
+        assert time.monotonic() < deadline
+    while ranks.read_text():  # all have ended, and much of what rank 1 wrote still has to be passed on before its exit
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    exits = [frame.rank for frame in init.frames() if frame.kind == Kind.EXITED]
+    assert exits == [1, 0]
+
+
 def test_many_ranks_share_the_pipe_fairly_and_none_is_cut(tmp_path: Path) -> None:
     frames = Init(tmp_path, [shell("seq 1 5000", rank) for rank in range(16)]).frames()
     expected = b"".join(b"%d\n" % number for number in range(1, 5001))
