@@ -1,6 +1,6 @@
 """What the programs of this folder share: the nonce, the loop, the last word.
 
-A program prints ``ready NONCE`` when its state stands, looks at it every few milliseconds until the file that
+A program prints ``ready NONCE`` when its state stands, looks at it many times a second until the file that
 ``STATE_STOP`` names exists, and ends with ``pass NONCE STEPS``, or at once with ``FATAL what`` and exit code 70. Where
 the kernel does not offer what it is about, it prints ``lacks why`` and exits with 0.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 libc = ctypes.CDLL(None, use_errno=True)
-_PAUSE = 0.02
+_PAUSE = 0.1  # fifty of them share two cores with the job that is moved
 
 
 class Broken(Exception):
