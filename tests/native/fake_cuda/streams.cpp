@@ -276,7 +276,7 @@ FAKE CUresult cuStreamBeginCapture_v2(CUstream handle, CUstreamCaptureMode mode)
   note("cuStreamBeginCapture_v2");
   if (const CUresult bad = usable()) return bad;
   Stream* stream = stream_of(handle);
-  if (stream == nullptr || stream == legacy.get()) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  if (stream == nullptr || handle == nullptr || handle == CU_STREAM_LEGACY) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
   const std::lock_guard lock(stream->mutex);
   if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
   stream->capture = new Graph;

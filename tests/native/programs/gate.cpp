@@ -110,6 +110,15 @@ struct Endless {
   CUstream stream = nullptr;
 };
 
+// The try that came to its deadline may still have a thread that comes back from the device.
+void quiesce_after_a_failure() {
+  for (;;) {
+    const Broker::Done done = broker->quiesce(process, 30'000);
+    if (done.status == 0) return;
+    CHECK(done.status == wire::kWrongState);
+  }
+}
+
 void work_that_does_not_end() {
   Endless endless;
   const Broker::Done done = broker->quiesce(process, 200);
@@ -118,11 +127,7 @@ void work_that_does_not_end() {
   OK(cuStreamQuery(nullptr));  // the gate is open
   CHECK(broker->quiesce(process, 100).status == wire::kWrongState);
   endless.flag = 1;
-  for (;;) {  // the earlier try's thread comes back from the device
-    const Broker::Done again = broker->quiesce(process, 10'000);
-    if (again.status == 0) break;
-    CHECK(again.status == wire::kWrongState);
-  }
+  quiesce_after_a_failure();
   DONE(broker->resume(process));
 }
 
@@ -142,8 +147,7 @@ void a_thread_that_only_waits_is_no_hindrance() {
   endless.reset();
   waiter.join();
   OK(cuEventDestroy_v2(event));
-  while (broker->quiesce(process, 10'000).status != 0) {
-  }
+  quiesce_after_a_failure();
   DONE(broker->resume(process));
 }
 
@@ -180,11 +184,7 @@ void callbacks_may_call() {
   CUstream stream = nullptr;
   OK(cuStreamCreate(&stream, 0));
   for (int i = 0; i < 5; ++i) OK(cuLaunchHostFunc(stream, call_back, nullptr));
-  for (;;) {
-    const Broker::Done done = broker->quiesce(process, 30'000);
-    if (done.status == 0) break;
-    CHECK(done.status == wire::kWrongState);
-  }
+  quiesce_after_a_failure();
   CHECK(calls == 5);
   DONE(broker->resume(process));
   OK(cuStreamDestroy_v2(stream));
@@ -228,7 +228,7 @@ void a_broker_that_dies_leaves_a_job_that_runs() {
   CUdeviceptr memory = 0;
   OK(cuMemAlloc_v2(&memory, std::size_t{2} << 20U));
   Worker runs([] { OK(cuStreamQuery(nullptr)); });
-  DONE(broker->quiesce(process, 10'000));
+  quiesce_after_a_failure();
   broker.reset();
   runs.make_steps(3);
   // Without a broker memory is had all the same, and told to the next one with all the rest.
