@@ -15,6 +15,7 @@ from pathlib import Path
 
 from moorage.worker.borrow import borrowed, libc
 from moorage.worker.extra_record import Extras, PacketPipe, Terminal
+from moorage.worker.sandbox.process import inner_pid
 
 _F_SETPIPE_SZ, _F_GETPIPE_SZ = 1031, 1032
 _SPLICE_F_NONBLOCK = 2
@@ -137,6 +138,4 @@ def _zombie(folder: Path, extras: Extras) -> None:
         fields = (folder / "stat").read_text().rpartition(")")[2].split()
         status = int(fields[-1])
         if fields[0] == "Z" and not status & 0x7F and status >> 8 > 127:
-            inside = re.search(r"^NSpid:.*\t(\d+)$", (folder / "status").read_text(), re.MULTILINE)
-            if inside:
-                extras.zombies[inside[1]] = status >> 8
+            extras.zombies[str(inner_pid(folder))] = status >> 8

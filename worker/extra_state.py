@@ -30,6 +30,7 @@ from moorage.worker.layers import PodLayers
 from moorage.worker.network import datagrams
 from moorage.worker.network.datagrams import Datagram
 from moorage.worker.preflight_proc import watched
+from moorage.worker.sandbox.process import inner_pid
 from moorage.worker.transient import waiting_bytes
 
 log = structlog.get_logger(__name__)
@@ -76,7 +77,7 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
     for pid in host_pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             folder = Path("/proc", str(pid))
-            inside = _inner(folder)
+            inside = inner_pid(folder)
             _threads(folder, inside, everywhere, extras)
             for fd, target in _descriptors(folder):
                 if target == "anon_inode:[timerfd]":
@@ -112,11 +113,11 @@ def _count_ticks(pid: int, fd: int) -> None:
 def _watches(pid: int, folder: Path, fd: int, watches: dict[tuple[int, int], str]) -> None:
     if waiting_bytes(pid, fd):
         raise Refused(
-            f"process {_inner(folder)}, descriptor {fd} (inotify) holds events that nobody has read",
+            f"process {inner_pid(folder)}, descriptor {fd} (inotify) holds events that nobody has read",
             "try again; if it stays, the program must read them or close it",
         )
     for identity in watched((folder / "fdinfo" / str(fd)).read_text()):
-        watches[identity] = f"process {_inner(folder)}, descriptor {fd} (inotify)"
+        watches[identity] = f"process {inner_pid(folder)}, descriptor {fd} (inotify)"
 
 
 def _watched(watches: dict[tuple[int, int], str], layers: PodLayers, near: list[str]) -> list[tuple[int, int, str]]:
@@ -136,24 +137,17 @@ def posix_locks(fdinfo: str, host_pid: int, pid: int, fd: int) -> list[PosixLock
     ]
 
 
-def _inner(folder: Path) -> int:
-    for line in (folder / "status").read_text().splitlines():
-        if line.startswith("NSpid:"):
-            return int(line.split()[-1])
-    return int(folder.name)
-
-
 def _threads(folder: Path, inside: int, everywhere: set[int], extras: Extras) -> None:
     with contextlib.suppress(OSError):
         for timer, host in _NOTIFIED.findall((folder / "timers").read_text()):
-            extras.timers.setdefault(str(inside), {})[int(timer)] = _inner(folder / "task" / host)
+            extras.timers.setdefault(str(inside), {})[int(timer)] = inner_pid(folder / "task" / host)
     for task in [entry.name for entry in (folder / "task").iterdir()]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             cpus = os.sched_getaffinity(int(task))
             slack = _slack(task)
             if cpus != everywhere or slack:
                 narrow = sorted(cpus) if cpus != everywhere else []
-                extras.scheduling.append(Thread(_inner(folder / "task" / task), narrow, slack))
+                extras.scheduling.append(Thread(inner_pid(folder / "task" / task), narrow, slack))
 
 
 def _slack(task: str) -> int:
@@ -264,7 +258,7 @@ def tasks_of(host_pids: Iterable[int]) -> Iterator[tuple[int, int]]:
         folder = Path("/proc", str(pid), "task")
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for task in folder.iterdir():
-                yield _inner(task), int(task.name)
+                yield inner_pid(task), int(task.name)
 
 
 def _set_options(host: int, saved: SocketOptions) -> None:

@@ -145,20 +145,11 @@ def _heard(pod: Pod, number: int) -> bool:
     with _unless_hidden(pod):
         view = pod.layers.view
         names = {name for name in view.names(LISTENERS) if name.isdecimal()}
-        for pid in (names & _inner_pids(pod)) if names else ():
+        for pid in (names & {str(inner) for inner in pod.inner_pids()}) if names else ():
             with contextlib.suppress(ValueError):
                 if int(view.read(f"{LISTENERS}/{pid}", 64)) < number:
                     return False
     return True
-
-
-def _inner_pids(pod: Pod) -> set[str]:
-    """The pids of the pod's processes as they see them."""
-    found = set()
-    for pid in pod.processes():
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # noqa: PTH123
-            found |= {line.split()[-1] for line in file if line.startswith("NSpid:")}
-    return found
 
 
 @contextlib.contextmanager

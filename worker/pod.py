@@ -34,6 +34,7 @@ from moorage.worker.pod_phase import GONE_PHASES, Change, follow
 from moorage.worker.pod_record import PodRecord
 from moorage.worker.pod_user import Opened
 from moorage.worker.sandbox.cgroup import PodCgroup
+from moorage.worker.sandbox.process import inner_pid
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -304,6 +305,14 @@ class Pod:
     def processes(self) -> list[int]:
         """Host pids of all processes of the pod."""
         return PodCgroup(self.cgroup).processes()
+
+    def inner_pids(self) -> set[int]:
+        """The pids of the pod's processes as it numbers them itself."""
+        found = set()
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                found.add(inner_pid(Path("/proc", str(pid))))
+        return found
 
     def unmount(self) -> None:
         """Unmount the root file system, if it was ever planned."""

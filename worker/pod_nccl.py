@@ -234,7 +234,7 @@ async def quiesce(pod: Pod, request: worker_pb2.QuiesceRequest) -> worker_pb2.Qu
         if request.step == "look" and pod.record.phase in _PHASES_STILL:
             return worker_pb2.QuiesceReply(status=pod.status(), parted=True)
         await _runs(pod, own, request.seconds)
-        await own.back(request.seconds, lambda: asyncio.to_thread(_pids, pod))
+        await own.back(request.seconds, lambda: asyncio.to_thread(pod.inner_pids))
         answers = {number: control.encode(process) for number, process in (await own.look()).items()}
         return worker_pb2.QuiesceReply(status=pod.status(), answers=answers)
     async with step(f"worker.nccl.{request.step}"):
@@ -253,15 +253,3 @@ async def _runs(pod: Pod, own: PodProcesses, seconds: float) -> None:
             wait.cancel()
     if not done:
         raise Unavailable(f"{pod.label} does not run again: it is {pod.record.phase}")
-
-
-def _pids(pod: Pod) -> set[int]:
-    """The pids of the pod's processes as it numbers them itself."""
-    found = set()
-    for pid in pod.processes():
-        try:
-            status = Path("/proc", str(pid), "status").read_text()
-        except OSError:
-            continue
-        found.add(int(next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]))
-    return found

@@ -5,7 +5,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -24,6 +23,7 @@
 #include "gate.h"
 #include "quiesce.h"
 #include "status.h"
+#include "thread.h"
 
 namespace moorage::control {
 namespace {
@@ -343,21 +343,6 @@ void* run(void*) {
   }
 }
 
-bool start_thread() {
-  sigset_t every;
-  sigset_t before;
-  sigfillset(&every);
-  pthread_sigmask(SIG_SETMASK, &every, &before);
-  pthread_attr_t attributes;
-  pthread_attr_init(&attributes);
-  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  pthread_t thread;
-  const int error = pthread_create(&thread, &attributes, run, nullptr);
-  pthread_attr_destroy(&attributes);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return error == 0;
-}
-
 }  // namespace
 
 void start() {
@@ -368,14 +353,10 @@ void start() {
   const char* path = std::getenv("MOORAGE_GPU_SOCKET");
   all.path = path != nullptr && *path != '\0' ? path : kDefaultPath;
   if (access(all.path.c_str(), F_OK) != 0) return;
-  std::uint64_t number = 0;
-  while (number == 0) {
-    if (getrandom(&number, sizeof number, 0) != static_cast<ssize_t>(sizeof number)) number = 0;
-  }
-  own_process = number;
+  own_process = random_number();
   all.wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   wake_fd = all.wake;
-  if (all.wake >= 0) has_broker = start_thread();
+  if (all.wake >= 0) has_broker = start_thread(run);
 }
 
 bool active() { return has_broker.load(std::memory_order_relaxed); }

@@ -94,3 +94,11 @@ def start_time(pid: int) -> int:
     except OSError:
         return 0
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def inner_pid(folder: Path) -> int:
+    """The number in its own pid namespace of the process or thread at ``/proc/…``. Raises `OSError` (it is gone)."""
+    for line in (folder / "status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return int(folder.name)

@@ -5,7 +5,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -21,6 +20,7 @@
 #include <thread>
 
 #include "../channel.h"
+#include "../thread.h"
 #include "comm.h"
 #include "create.h"
 #include "cuda.h"
@@ -385,21 +385,6 @@ void* run(void*) {
   }
 }
 
-bool start_thread() {
-  sigset_t every;
-  sigset_t before;
-  sigfillset(&every);
-  pthread_sigmask(SIG_SETMASK, &every, &before);
-  pthread_attr_t attributes;
-  pthread_attr_init(&attributes);
-  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-  pthread_t thread;
-  const int error = pthread_create(&thread, &attributes, run, nullptr);
-  pthread_attr_destroy(&attributes);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  return error == 0;
-}
-
 }  // namespace
 
 void start() {
@@ -412,12 +397,9 @@ void start() {
   const char* path = std::getenv("MOORAGE_NCCL_SOCKET");
   all.path = path != nullptr && *path != '\0' ? path : kDefaultPath;
   if (access(all.path.c_str(), F_OK) != 0) return;
-  while (all.process == 0) {
-    if (getrandom(&all.process, sizeof all.process, 0) != static_cast<ssize_t>(sizeof all.process)) all.process = 0;
-    all.process >>= 1U;  // every language has a place for it
-  }
+  while (all.process == 0) all.process = random_number() >> 1U;  // every language has a place for it
   left_socket = {.device = ~std::uint64_t{0}};
-  start_thread();
+  start_thread(run);
 }
 
 void before_fork() {
