@@ -10,6 +10,8 @@
 #   programs    tests/gpu: all programs, then the long kernel alone                   (4 to 6 minutes)
 #   sizes       bench.gpu_checkpoint at 8 and 64 GiB, and with host memory            (3 to 4 minutes)
 #   map         the GPU map: needs two GPUs                                           (1 minute)
+#   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
+# Nothing is built when MOORAGE_LIBCUDA_PROXY, MOORAGE_LIBNCCL_PROXY and MOORAGE_INIT name what was built elsewhere.
 # Each stage is bounded, and a stage that fails does not keep the next from running. MOORAGE_COMMIT names the commit.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
@@ -22,12 +24,15 @@ commit=${MOORAGE_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknow
 export PYTHONPATH=$root/src:$root${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 MOORAGE_GPU_RESULTS=$out
 
 build=$root/build/native
-if ! { cmake -S . -B "$build" -DMOORAGE_INTERCEPT=ON && cmake --build "$build" -j; } >"$out/build.log" 2>&1; then
+if [ -n "${MOORAGE_LIBCUDA_PROXY:-}" ]; then
+  echo "built elsewhere: ${MOORAGE_LIBCUDA_PROXY} ${MOORAGE_LIBNCCL_PROXY:-} ${MOORAGE_INIT:-}"
+elif ! { cmake -S . -B "$build" -DMOORAGE_INTERCEPT=ON && cmake --build "$build" -j; } >"$out/build.log" 2>&1; then
   tail -20 "$out/build.log"
   exit 1
 fi
-MOORAGE_LIBCUDA_PROXY=$(find "$build" -path '*moorage-cuda-dir/libcuda.so.1' | head -1)
-export MOORAGE_LIBCUDA_PROXY
+MOORAGE_LIBCUDA_PROXY=${MOORAGE_LIBCUDA_PROXY:-$(find "$build" -path '*moorage-cuda-dir/libcuda.so.1' | head -1)}
+MOORAGE_LIBNCCL_PROXY=${MOORAGE_LIBNCCL_PROXY:-$(find "$build" -path '*moorage-nccl-dir/libnccl.so.2' | head -1)}
+export MOORAGE_LIBCUDA_PROXY MOORAGE_LIBNCCL_PROXY
 
 failed=
 stage() { # name, seconds, command...
@@ -60,6 +65,7 @@ for name in $stages; do
       ;;
     sizes) stage sizes 400 "$python" -m bench.gpu_checkpoint --sizes 8,64 --baseline 8 --host 8 --commit "$commit" ;;
     map) stage map 150 bash -c "tests tests/gpu/test_map.py" ;;
+    nccl-smoke) LINES_SHOWN=100 stage nccl-smoke 150 bash -c "tests -x -s tests/gpu/test_nccl.py -k two_ranks_of_one_pod" ;;
     *) echo "no stage $name" >&2 && failed="$failed $name" ;;
   esac
 done
