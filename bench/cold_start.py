@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_checkpoint import Control, cluster, environment, touch_all
+from bench.gpu_checkpoint import Control, cluster, environment
 from bench.report import ROOT, Report, Target, commit, gpu, machine, versions
+from bench.warm import Warm
 
 SERVE = ROOT / "bench" / "programs" / "serve.py"
 _TIMES = 10.0
@@ -106,7 +107,9 @@ def main() -> int:
     compiled.mkdir(mode=0o755)
     figures: dict[str, Any] = {}
     try:
-        touch_all(folder, round(options.gib * 3))
+        warm = Warm(folder)
+        warm.hold(options.gib * 3)
+        warm.free(options.gib * 3)
         figures["cold"] = cold(folder, "cold", options.gib, compiled)
         figures["cold_compiled_before"] = cold(folder, "warm", options.gib, compiled)
         found = list(restored(folder, options.gib, options.rounds, compiled))

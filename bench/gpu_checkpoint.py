@@ -18,11 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench.report import ROOT, Report, Target, commit, gpu, machine, versions
+from bench.warm import Warm
 from moorage import Client
 from moorage.config import ClientConfig, load
 from moorage.dev import cluster as dev
@@ -77,24 +77,10 @@ def command(control: Control, gib: int, host: tuple[int, int] = (0, 0)) -> list[
     return [sys.executable, str(BALLAST), str(control.folder), str(gib), *more]
 
 
-def touch_all(folder: Path, gib: int) -> None:
-    """Write so much to the tmpfs once, with all processors, and delete it."""
-    noise = memoryview(os.urandom(64 << 20))
-
-    def one(number: int) -> None:
-        with (folder / f"touched-{number}").open("wb", buffering=0) as file:
-            file.write(noise)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(one, range(gib * 16)))
-    for path in folder.glob("touched-*"):
-        path.unlink()
-
-
 # -- (a) driver checkpoint + CRIU
 
 
-def baseline(folder: Path, gib: int) -> dict[str, float]:
+def baseline(folder: Path, gib: int, warm: Warm) -> dict[str, float]:
     """Seconds of the state of the art on any such machine: pause and completion are one, restore is the way back."""
     control = Control(folder / f"control-a-{gib}")
     images = folder / f"images-{gib}"
@@ -109,6 +95,7 @@ def baseline(folder: Path, gib: int) -> dict[str, float]:
     criu = str(programs.find("criu"))
     common = ["-D", str(images), "--tcp-established", "--file-locks", "--ghost-limit", "1073741824", "-v2"]
     driver = DriverProcess(process.pid)
+    warm.free(2.2 * gib + 4)
     began = time.monotonic()
     driver.lock(60)
     driver.checkpoint()
@@ -181,7 +168,7 @@ def stored(state: Path) -> int:
     return sum(path.stat().st_size for path in (state / "store" / "packs").iterdir())
 
 
-def ours(folder: Path, gib: int, *, all_changed: bool, host: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+def ours(folder: Path, gib: int, warm: Warm, *, all_changed: bool, host: tuple[int, int] = (0, 0)) -> dict[str, Any]:
     """First checkpoint, heartbeats with 1 % changed, one with all changed, restore on another node."""
     control = Control(folder / f"control-{gib}-{host[0]}")
     found: dict[str, Any] = {}
@@ -192,6 +179,7 @@ def ours(folder: Path, gib: int, *, all_changed: bool, host: tuple[int, int] = (
         )  # fmt: skip
         control.wait("ready")
         control.gap()
+        warm.free(1.1 * gib + 4)
         began = time.monotonic()
         first = job.checkpoint()
         found["first"] = {"complete": time.monotonic() - began, "pause": control.gap(), "new": first.bytes_new}
@@ -209,6 +197,7 @@ def ours(folder: Path, gib: int, *, all_changed: bool, host: tuple[int, int] = (
         found["stored_by_distinct"] = (before + grown) / (before + distinct)
         if all_changed:
             control.tell("all")
+            warm.free(1.1 * gib)
             began = time.monotonic()
             whole = job.checkpoint()
             found["all_changed"] = {
@@ -257,19 +246,22 @@ def main() -> int:
     subprocess.run(["mount", "-t", "tmpfs", "-o", mounting, "tmpfs", str(folder)], check=True)
     figures: dict[str, Any] = {}
     try:
-        touch_all(folder, round(max([*sizes, *(2 * size for size in compared)]) * 1.1))
+        warm = Warm(folder)
         if options.host:
             print(f"moorage, {options.host} GiB and 16 + 4 GiB on the host", flush=True)
-            figures["host_16+4"] = ours(folder, options.host, all_changed=False, host=(16, 4))
+            warm.hold(1.1 * options.host + 20)
+            figures["host_16+4"] = ours(folder, options.host, warm, all_changed=False, host=(16, 4))
             print(*figures["host_16+4"].pop("log"), sep="\n", flush=True)
         for gib in sizes:
             print(f"moorage, {gib} GiB", flush=True)
-            figures[f"moorage_{gib}"] = ours(folder, gib, all_changed=gib <= 32)
+            warm.hold(1.1 * gib * (1 + (gib <= 32)) + 4)
+            figures[f"moorage_{gib}"] = ours(folder, gib, warm, all_changed=gib <= 32)
             print({k: v for k, v in figures[f"moorage_{gib}"].items() if k != "log"}, flush=True)
             print(*figures[f"moorage_{gib}"].pop("log"), sep="\n", flush=True)
             if gib in compared:
                 print(f"driver checkpoint + CRIU, {gib} GiB", flush=True)
-                figures[f"baseline_{gib}"] = baseline(folder, gib)
+                warm.hold(2.2 * gib + 4)
+                figures[f"baseline_{gib}"] = baseline(folder, gib, warm)
                 print(figures[f"baseline_{gib}"], flush=True)
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False)

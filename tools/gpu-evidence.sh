@@ -46,7 +46,7 @@ stage() { # name, seconds, command...
   cp -f bench/results/gpu_*.json bench/results/cold_start.json "$out/" 2>/dev/null
   [ $code -eq 0 ] || failed="$failed $name"
 }
-tests() { "$python" -m pytest -p no:cacheprovider -q -rs -m gpu "$@"; }
+tests() { "$python" -m pytest -p no:cacheprovider -p no:benchmark -q -rs -m gpu "$@"; }
 export -f tests
 export python
 

@@ -55,6 +55,9 @@ class FakeDevice:
         if self.broken == step:
             raise DeviceFailed(f"GPU {self.index}: {step} answered CUDA_ERROR_UNKNOWN")
 
+    def warm(self) -> None:
+        self._may("warm")
+
     def open(self, descriptor: int, size: int) -> Region:
         self._may("open")
         return self._map(descriptor, size)

@@ -60,6 +60,7 @@ class _Attached:
         self.writing: asyncio.Task[m.Answer] | None = None
         self.snapshot = SavedMemory()
         self.lock = asyncio.Lock()
+        self.warming: asyncio.Task[None] | None = None
 
 
 class Broker:
@@ -128,8 +129,9 @@ class Broker:
         if request.pod not in self._pods:
             memory = PodMemory(request.pod, Path(request.socket), request.incarnation, self._drive, self._kept)
             memory.take_over()
-            self._pods[request.pod] = _Attached(memory, request.gpus)
+            pod = self._pods[request.pod] = _Attached(memory, request.gpus)
             memory.listen()
+            pod.warming = asyncio.create_task(self._warm_early(pod))
         return m.Answer(id=0)
 
     async def _detach(self, request: m.Detach) -> m.Answer:
@@ -190,9 +192,14 @@ class Broker:
     def _warm(self, pod: _Attached) -> None:
         """Contexts, kernels and the pinned ring are made before the pause, not in it."""
         for uuid in pod.gpus:
-            device = self._devices.get(uuid)
-            device.slots()
-            device.digests([], bytes(32))
+            self._devices.get(uuid).warm()
+
+    async def _warm_early(self, pod: _Attached) -> None:
+        """From the start of the pod on, so that its first checkpoint takes no longer than the others."""
+        try:
+            await asyncio.to_thread(self._warm, pod)
+        except Exception as error:  # the checkpoint that needs it will say so
+            log.warning("the GPU is not ready for checkpoints yet", pod=pod.memory.label, error=str(error))
 
     async def _quiesce(self, pod: _Attached, request: m.Quiesce) -> m.Answer:
         if pod.quiesced == request.attempt:

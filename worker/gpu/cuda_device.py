@@ -1,6 +1,6 @@
 """A real GPU, through the CUDA driver: imports and creates shareable memory, hashes it there, moves it.
 
-cuda-core compiles the kernels when the first digest is asked for; the driver calls are those of cuda-bindings.
+cuda-core compiles the kernels when the device is made ready; the driver calls are those of cuda-bindings.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from moorage.errors import DeviceFailed, EnvironmentLacking, NoCapacity, NotFound
 from moorage.worker.gpu.device import CHUNK, Region, Slot
+from moorage.worker.gpu.driver import load
 
 _SLOT_BYTES = 16 << 20
 _SLOTS = 32  # two for each thread: one is copied while the other is written or read
@@ -81,6 +82,12 @@ class CudaDevice:
         properties.requestedHandleTypes = getattr(cu.CUmemAllocationHandleType, _DESCRIPTOR_KIND)
         properties.allocFlags.gpuDirectRDMACapable = int(rdma)
         return properties
+
+    def warm(self) -> None:
+        self._enter()
+        self._kernel("leaves")
+        self.slots()
+        load()
 
     # -- memory
 

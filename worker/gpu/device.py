@@ -30,6 +30,9 @@ class Device(Protocol):
 
     index: int
 
+    def warm(self) -> None:
+        """Have everything that a checkpoint needs: kernels, the ring, the driver's checkpoint functions."""
+
     def open(self, descriptor: int, size: int) -> Region:
         """Map the memory behind ``descriptor``, which stays the caller's."""
 

@@ -13,18 +13,23 @@ from moorage.errors import DeviceFailed, EnvironmentLacking
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
 
 
+def load() -> Any:
+    """cuda-core's module of checkpoints, which takes long to import. Raises `EnvironmentLacking`."""
+    try:
+        from cuda.core import checkpoint
+    except ImportError as error:
+        raise EnvironmentLacking(
+            f"the driver checkpoint needs cuda-core 1.2 or newer: {error}", "pip install 'moorage[gpu]'"
+        ) from None
+    return checkpoint
+
+
 class DriverProcess:
     """One process that uses CUDA. Every call is idempotent and blocks."""
 
     def __init__(self, pid: int) -> None:
-        try:
-            from cuda.core import checkpoint
-        except ImportError as error:
-            raise EnvironmentLacking(
-                f"the driver checkpoint needs cuda-core 1.2 or newer: {error}", "pip install 'moorage[gpu]'"
-            ) from None
         self.pid = pid
-        self._process: Any = checkpoint.Process(pid)
+        self._process: Any = load().Process(pid)
 
     @property
     def state(self) -> str:

@@ -19,6 +19,7 @@ from moorage.worker.guard.kernel import set_link
 from moorage.worker.guard.messages import GuardConfig, GuardStatus, PodPhase, RankState
 from moorage.worker.guard.state import Story
 from moorage.worker.sandbox import criu, vfork
+from moorage.worker.sandbox import images as image_files
 
 log = structlog.get_logger(__name__)
 
@@ -189,7 +190,7 @@ class Pod:
             if not leave_running:
                 await self.container.wait_gone()
             size = sum(entry.stat().st_size for entry in os.scandir(images))
-        return timings, size
+        return timings | image_files.dump_times(work), size
 
     async def kill(self, grace: float, reason: str) -> dict[str, float]:
         """End the pod, whatever is under way. Nothing of it runs afterwards, and it cannot be started any more."""

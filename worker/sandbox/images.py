@@ -20,6 +20,7 @@ from moorage.errors import CorruptData
 _COMMON_MAGIC: Final = 0x54564319
 _SERVICE_MAGIC: Final = 0x55105940
 _IRMAP_MAGIC: Final = 0x57004059
+_STATISTICS_FILE: Final = "stats-dump"
 #: In the folder where a dump works.
 PATHS_FILE: Final = "irmap-cache"
 _HEAD: Final = struct.Struct("<II")
@@ -57,6 +58,8 @@ _MESSAGES: Final[dict[str, tuple[tuple[str, int, str], ...]]] = {
         ("flag", 1, "u32"), ("type", 2, "u32"), ("pid", 3, "i32"), ("fd", 4, "i32"), ("start", 5, "u64"),
         ("length", 6, "u64"),
     ),
+    "dump_times": (("frozen", 2, "u32"), ("memory", 3, "u32"), ("written", 4, "u32")),
+    "statistics": (("dump", 1, "dump_times"),),
     "irmap": (("device", 1, "u32"), ("inode", 2, "u64"), ("path", 3, "bytes")),
 }  # fmt: skip
 
@@ -88,6 +91,21 @@ def _pool() -> Any:
 
 #: Of images that CRIU leaves out when they would be empty (criu/include/magic.h).
 LOCKS_MAGIC: Final = 0x54323616
+
+
+def dump_times(work: Path) -> dict[str, float]:
+    """What took CRIU how long, in seconds: all while the processes were stopped, taking their memory, writing it.
+
+    Empty when CRIU wrote nothing of that; it is only told, nothing rests on it.
+    """
+    try:
+        data = (work / _STATISTICS_FILE).read_bytes()[_HEAD.size + _SIZE.size :]
+        found = message("statistics").FromString(data).dump
+    except (OSError, DecodeError):
+        return {}
+    return {
+        "criu": found.frozen / 1e6, "criu_memory": found.memory / 1e6, "criu_written": found.written / 1e6
+    }  # fmt: skip
 
 
 def read(path: Path, kind: str) -> tuple[int, list[Any]]:
