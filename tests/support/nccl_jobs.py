@@ -81,8 +81,8 @@ def reference(program: Program, steps: int, seconds: float = _END_SECONDS) -> li
         for one in ranks:
             one.kill()
             one.wait()
-    for rank, text in zip(ranks, texts, strict=True):
-        assert rank.returncode == 0, text[-3000:]
+    for one, text in zip(ranks, texts, strict=True):
+        assert one.returncode == 0, text[-3000:]
     return [last_json(text.splitlines()) for text in texts]
 
 
