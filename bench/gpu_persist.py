@@ -41,6 +41,8 @@ class NoDevice:
         noise = bytearray(os.urandom(SLOT))
         self._slots = [Slot(n, memoryview(bytearray(noise)), threading.Lock()) for n in range(2 * threads)]
 
+    def warm(self) -> None: ...
+
     def open(self, descriptor: int, size: int) -> Region:
         return Region(0, size, 0)
 
