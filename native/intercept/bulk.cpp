@@ -158,7 +158,7 @@ void bury() {
 }
 
 bool manages(std::size_t size) {
-  return size >= kBulkMin && control::active() && !callers::is_nccl(gate::caller());
+  return size >= kBulkMin && control::active() && !callers::is_real_nccl(gate::caller());
 }
 
 std::size_t granularity(int device) {

@@ -69,6 +69,17 @@ bool inside_driver_or_nccl() {
   return prctl(PR_GET_NAME, name) == 0 && std::strncmp(name, "cuda", 4) == 0;
 }
 
+bool is_real_nccl(const void* address) {
+  Dl_info info{};
+  if (!is_nccl(address) || dladdr(address, &info) == 0) return false;
+  void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return true;
+  const void* mark = dlsym(library, "moorage_nccl_proxy");
+  dlclose(library);
+  Dl_info marked{};  // a library also answers with the symbols of those that it depends on
+  return mark == nullptr || dladdr(mark, &marked) == 0 || marked.dli_fbase != info.dli_fbase;
+}
+
 bool is_nccl(const void* address) {
   // Few places call: a small table of the last answers, each in one word (the address and, in its top bit, the answer).
   constexpr std::uintptr_t kYes = std::uintptr_t{1} << 63U;

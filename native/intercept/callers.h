@@ -13,4 +13,7 @@ bool inside_driver_or_nccl();
 // Is `address` code of a libnccl? Remembered for each address.
 bool is_nccl(const void* address);
 
+// Is it code of a libnccl, but not of the proxy that stands for one? Asks the loader each time.
+bool is_real_nccl(const void* address);
+
 }  // namespace moorage::callers

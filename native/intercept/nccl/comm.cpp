@@ -127,7 +127,8 @@ std::set<std::string>& refused_here() {
 const char* why(const std::string& api) {
   static const std::map<std::string, const char*> reasons{
       {"captured", "its calls were captured into a CUDA graph, and graphs are not carried over yet"},
-      {"ncclCommGrow", "a communicator that was grown has no name that all its members know"},
+      {"ncclCommGrow", "a communicator that was grown with an id from elsewhere has no name that all its members know"},
+      {"ncclCommGetUniqueId", "an id was drawn to let it grow and nobody has used it yet: try again when it has grown"},
       {"ncclCommSuspend", "it is suspended: call ncclCommResume first"},
       {"ncclCommRevoke", "it was revoked"},
       {"ncclDevCommCreate", "a device-side communicator cannot be made anew behind a kernel's back"},

@@ -61,11 +61,11 @@ struct Comm;
 
 // One member's part in making a communicator.
 struct Making {
-  enum class How : std::uint8_t { Init, Split, Shrink };
+  enum class How : std::uint8_t { Init, Split, Shrink, Grow };
 
   How how = How::Init;
   Comm* comm = nullptr;
-  Comm* parent = nullptr;
+  Comm* parent = nullptr;    // null for a member that a growing communicator did not have
   Member* member = nullptr;  // of a split: what stands for it while it is made
   std::vector<UniqueId> ids;
   int color = 0;
@@ -102,6 +102,7 @@ struct Comm {
   void* context = nullptr;
   Config config;
   unsigned splits = 0;
+  unsigned grows = 0;
   std::vector<std::string> shrinks;
   std::vector<void*> streams;
   std::vector<std::unique_ptr<Registration>> registrations;

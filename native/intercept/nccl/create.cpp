@@ -25,19 +25,28 @@ std::vector<std::vector<Making>>& taken() {
   return *all;
 }
 
+// The ids to make it with: a fresh one where a cut has taken the creation back.
+std::vector<UniqueId> ids_of(const Making& one, bool& fresh) {
+  const Gate::Lock lock(gate().mutex);
+  const auto found = renewed().find(one.comm->name());
+  fresh = found != renewed().end();
+  return fresh ? std::vector<UniqueId>{found->second} : one.ids;
+}
+
 int issue(const Making& one) {
   Comm& comm = *one.comm;
   std::vector<char> scratch;
+  bool fresh = false;
   void* config = one.inherits ? nullptr : comm.config.unblocked(scratch);
   switch (one.how) {
-    case Making::How::Init: {
-      std::vector<UniqueId> ids = one.ids;
-      {
-        const Gate::Lock lock(gate().mutex);
-        const auto fresh = renewed().find(comm.name());
-        if (fresh != renewed().end()) ids.assign(1, fresh->second);
-      }
-      return init(comm, ids);
+    case Making::How::Init: return init(comm, ids_of(one, fresh));
+    case Making::How::Grow: {
+      auto ids = ids_of(one, fresh);
+      // Everybody knows size and place, and the id of a growing one belongs to a parent that was destroyed.
+      if (fresh) return init(comm, ids);
+      return real::ncclCommGrow(one.parent == nullptr ? nullptr : one.parent->real, comm.size,
+                                ids.empty() ? nullptr : ids.data(), one.parent == nullptr ? comm.rank : -1, &comm.real,
+                                config);
     }
     case Making::How::Split: return real::ncclCommSplit(one.parent->real, one.color, one.key, &comm.real, config);
     case Making::How::Shrink: {
@@ -71,7 +80,7 @@ int start(const std::vector<Making>& makings, bool grouped) {
 bool over(const std::vector<Making>& makings, int& result) {
   result = kSuccess;
   for (const Making& one : makings) {
-    for (void* real : {one.comm->real, one.how == Making::How::Init ? nullptr : one.parent->real}) {
+    for (void* real : {one.comm->real, one.parent == nullptr ? nullptr : one.parent->real}) {
       if (real == nullptr) continue;
       int state = kSuccess;
       const int bad = real::ncclCommGetAsyncError(real, &state);
@@ -138,13 +147,16 @@ Comm* fresh_comm(int size, int rank, const void* config) {
 }
 
 std::string name_of(const std::vector<UniqueId>& ids) {
-  std::uint64_t hash = 0xcbf29ce484222325ULL;
-  for (const UniqueId& id : ids) {
-    for (const char byte : id.internal) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3ULL;
-  }
+  std::uint64_t hash = kHashOfNothing;
+  for (const UniqueId& id : ids) hash = hashed({id.internal, sizeof id.internal}, hash);
   std::array<char, 24> text{};
   std::snprintf(text.data(), text.size(), "id-%016llx", static_cast<unsigned long long>(hash));
   return text.data();
+}
+
+std::uint64_t hashed(std::string_view text, std::uint64_t hash) {
+  for (const char byte : text) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3ULL;
+  return hash;
 }
 
 Member* fresh_member(Comm* owner, std::string_view name, int member, int size) {
@@ -173,6 +185,11 @@ int make(std::vector<Making>& makings, bool grouped) {
     // Taken back before it was begun: there is nothing to abort.
     while (door.torn && call.where == Call::Where::Inside) door.wait(lock);
     if (call.where == Call::Where::Inside) {
+      for (const Making& one : makings) {
+        if (one.how == Making::How::Grow && one.parent != nullptr && !one.ids.empty()) {
+          one.parent->refused.erase("ncclCommGetUniqueId");
+        }
+      }
       ++door.locals;
       lock.unlock();
       int result = start(makings, grouped);
@@ -246,24 +263,36 @@ void begin_again() {
   for (auto& makings : todo) make(makings, makings.size() > 1);
 }
 
-}  // namespace create
-
-// ---- the job's calls
-
-namespace {
-
-int create_one(Making making, void** out) {
+int one(Making making, void** out) {
   if (out == nullptr) return kInvalidArgument;
   *out = making.how == Making::How::Split && making.color < 0 ? nullptr : making.comm;
   if (record::depth() > 0) {
     record::add(std::move(making));
     return kSuccess;
   }
-  std::vector<Making> one{std::move(making)};
-  const int result = create::make(one, false);
+  std::vector<Making> alone{std::move(making)};
+  const int result = make(alone, false);
   if (result != kSuccess && result != kInProgress) *out = nullptr;
   return result;
 }
+
+Making child_of(Comm& parent, Making::How how, int size, int rank, const void* config) {
+  Making one;
+  one.how = how;
+  one.parent = &parent;
+  one.comm = fresh_comm(size, rank, config);
+  one.inherits = config == nullptr;
+  if (one.inherits) one.comm->config = parent.config;
+  one.comm->blocking = one.inherits ? parent.blocking : one.comm->config.blocking();
+  one.comm->context = parent.context;
+  return one;
+}
+
+}  // namespace create
+
+// ---- the job's calls
+
+namespace {
 
 Making making_of(const std::vector<UniqueId>& ids, int size, int rank, const void* config) {
   control::start();
@@ -272,19 +301,6 @@ Making making_of(const std::vector<UniqueId>& ids, int size, int rank, const voi
   one.ids = ids;
   const Gate::Lock lock(gate().mutex);
   one.member = one.comm->member = create::fresh_member(one.comm, create::name_of(ids), rank, size);
-  return one;
-}
-
-// A child's configuration is its parent's, unless it has one of its own.
-Making child_of(Comm& parent, Making::How how, int size, int rank, const void* config) {
-  Making one;
-  one.how = how;
-  one.parent = &parent;
-  one.comm = create::fresh_comm(size, rank, config);
-  one.inherits = config == nullptr;
-  if (one.inherits) one.comm->config = parent.config;
-  one.comm->blocking = one.inherits ? parent.blocking : one.comm->config.blocking();
-  one.comm->context = parent.context;
   return one;
 }
 
@@ -301,12 +317,12 @@ int ncclCommInitRankConfig(void* comm, int ranks, UniqueId id, int rank, void* c
   if (comm == nullptr || ranks < 1 || rank < 0 || rank >= ranks) {
     return real::ncclCommInitRankConfig(comm, ranks, id, rank, config);
   }
-  return create_one(making_of({id}, ranks, rank, config), static_cast<void**>(comm));
+  return create::one(making_of({id}, ranks, rank, config), static_cast<void**>(comm));
 }
 
 int ncclCommInitRank(void* comm, int ranks, UniqueId id, int rank) {
   if (comm == nullptr || ranks < 1 || rank < 0 || rank >= ranks) return real::ncclCommInitRank(comm, ranks, id, rank);
-  return create_one(making_of({id}, ranks, rank, nullptr), static_cast<void**>(comm));
+  return create::one(making_of({id}, ranks, rank, nullptr), static_cast<void**>(comm));
 }
 
 int ncclCommInitRankScalable(void* comm, int ranks, int rank, int count, void* ids, void* config) {
@@ -314,7 +330,7 @@ int ncclCommInitRankScalable(void* comm, int ranks, int rank, int count, void* i
     return real::ncclCommInitRankScalable(comm, ranks, rank, count, ids, config);
   }
   const auto* first = static_cast<const UniqueId*>(ids);
-  return create_one(making_of({first, first + count}, ranks, rank, config), static_cast<void**>(comm));
+  return create::one(making_of({first, first + count}, ranks, rank, config), static_cast<void**>(comm));
 }
 
 int ncclCommInitAll(void* into, int count, void* devices) {
@@ -339,7 +355,7 @@ int ncclCommSplit(void* handle, int color, int key, void* out, void* config) {
   if (parent == nullptr || parent->member == nullptr || out == nullptr || color < kNoColor) {
     return real::ncclCommSplit(real_of(handle), color, key, out, config);
   }
-  Making one = child_of(*parent, Making::How::Split, 0, 0, config);
+  Making one = create::child_of(*parent, Making::How::Split, 0, 0, config);
   one.color = color;
   one.key = key;
   {
@@ -347,7 +363,7 @@ int ncclCommSplit(void* handle, int color, int key, void* out, void* config) {
     const std::string name = parent->member->communicator->name + "/s" + std::to_string(++parent->splits);
     one.member = create::fresh_member(one.comm, name, parent->rank, parent->size);
   }
-  return create_one(std::move(one), static_cast<void**>(out));
+  return create::one(std::move(one), static_cast<void**>(out));
 }
 
 int ncclCommShrink(void* handle, void* excluded, int count, void* out, void* config, int flags) {
@@ -358,7 +374,7 @@ int ncclCommShrink(void* handle, void* excluded, int count, void* out, void* con
   std::vector<int> gone(static_cast<const int*>(excluded), static_cast<const int*>(excluded) + count);
   std::sort(gone.begin(), gone.end());
   const auto before = std::lower_bound(gone.begin(), gone.end(), parent->rank) - gone.begin();
-  Making one = child_of(*parent, Making::How::Shrink, parent->size - count, parent->rank - static_cast<int>(before),
+  Making one = create::child_of(*parent, Making::How::Shrink, parent->size - count, parent->rank - static_cast<int>(before),
                         config);
   one.excluded = gone;
   one.flags = flags;
@@ -372,31 +388,7 @@ int ncclCommShrink(void* handle, void* excluded, int count, void* out, void* con
     name += std::to_string(earlier + 1);
     one.member = one.comm->member = create::fresh_member(one.comm, name, one.comm->rank, one.comm->size);
   }
-  return create_one(std::move(one), static_cast<void**>(out));
-}
-
-// Its name is not known to all members: not counted, and refused at prepare.
-int ncclCommGrow(void* handle, int ranks, void* id, int rank, void* out, void* config) {
-  if (out == nullptr) return kInvalidArgument;
-  control::start();
-  Comm* parent = of(handle);
-  Comm* comm = create::fresh_comm(ranks, rank, config);
-  if (config == nullptr && parent != nullptr) comm->blocking = parent->blocking;
-  refuse(comm, "ncclCommGrow");
-  comm->making = false;
-  const Local local;
-  const int result = real::ncclCommGrow(real_of(handle), ranks, id, rank, &comm->real, config);
-  *static_cast<void**>(out) = comm;
-  if (result == kSuccess) {
-    real::ncclCommUserRank(comm->real, &comm->rank);
-    real::ncclCommCuDevice(comm->real, &comm->device);
-  }
-  return result;
-}
-
-int ncclCommGetUniqueId(void* handle, void* id) {
-  const Local local;
-  return real::ncclCommGetUniqueId(real_of(handle), id);
+  return create::one(std::move(one), static_cast<void**>(out));
 }
 
 }  // namespace hook

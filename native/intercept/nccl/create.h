@@ -1,8 +1,10 @@
 // How communicators come about: non-blocking underneath, so that a creation can stand still and be taken back.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "comm.h"
@@ -25,7 +27,14 @@ void renew(const std::string& name, const UniqueId& id);
 
 Comm* fresh_comm(int size, int rank, const void* config);
 std::string name_of(const std::vector<UniqueId>& ids);
+inline constexpr std::uint64_t kHashOfNothing = 0xcbf29ce484222325ULL;
+std::uint64_t hashed(std::string_view text, std::uint64_t hash = kHashOfNothing);
 Member* fresh_member(Comm* owner, std::string_view name, int member, int size);
+
+// A member's part in a creation, as the job asks for it: `out` is where it wants its handle. Alone or in a group.
+int one(Making making, void** out);
+// Of a child of `parent`, whose configuration it has unless it has one of its own.
+Making child_of(Comm& parent, Making::How how, int size, int rank, const void* config);
 
 // Call NCCL for one of them. What `real` points to is filled in at once or when the group ends.
 int init(Comm& comm, const std::vector<UniqueId>& ids);

@@ -1,8 +1,6 @@
 #include "cuda.h"
 
-#include <dlfcn.h>
-
-#include <atomic>
+#include "entry.h"
 
 namespace moorage::nccl::cuda {
 namespace {
@@ -10,29 +8,6 @@ namespace {
 constexpr int kSuccess = 0;
 constexpr int kNotReady = 600;
 constexpr int kRelaxed = 2;
-
-template <typename Function>
-class Entry {
- public:
-  explicit constexpr Entry(const char* name) : name_(name) {}
-
-  // Null while there is no driver in this process.
-  Function* get() {
-    void* known = found_.load(std::memory_order_acquire);
-    if (known == nullptr) [[unlikely]] {
-      void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-      if (driver == nullptr) return nullptr;
-      known = dlsym(driver, name_);
-      dlclose(driver);
-      found_.store(known, std::memory_order_release);
-    }
-    return reinterpret_cast<Function*>(known);
-  }
-
- private:
-  const char* name_;
-  std::atomic<void*> found_{nullptr};
-};
 
 constinit Entry<int(void*, int*)> is_capturing("cuStreamIsCapturing");
 constinit Entry<int(void*)> query("cuStreamQuery");

@@ -14,6 +14,9 @@
 #define MOORAGE_REAL_NCCL_ROOT "/.moorage-nccl"
 #endif
 
+extern "C" __attribute__((visibility("default"))) const char moorage_nccl_proxy;
+const char moorage_nccl_proxy = 1;
+
 namespace moorage::nccl {
 
 void* real::table[real::kFunctions] = {};

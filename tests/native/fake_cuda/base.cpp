@@ -108,6 +108,12 @@ FAKE CUresult cuGetErrorString(CUresult error, const char** text) {
   return CUDA_SUCCESS;
 }
 
+FAKE CUresult cuDeviceCanAccessPeer(int* may, CUdevice device, CUdevice other) {
+  if (device < 0 || device >= device_count() || other < 0 || other >= device_count()) return CUDA_ERROR_INVALID_DEVICE;
+  *may = device == other ? 0 : 1;
+  return CUDA_SUCCESS;
+}
+
 FAKE CUresult cuDeviceGetCount(int* count) {
   if (const CUresult bad = usable()) return bad;
   *count = device_count();

@@ -150,6 +150,7 @@ struct Comm {
   std::mutex mutex;
   bool connected = false;
   int splits = 0;
+  int grows = 0;
   std::map<std::string, std::uint64_t> lanes;
   std::map<int, std::int64_t> reductions;
   std::atomic<int> busy{0};  // threads of its own
@@ -358,6 +359,42 @@ FAKE int ncclCommShrink(void* handle, int* excluded, int count, void** out, void
   }
   *out = comm;
   return beside(*comm, [comm] {
+    const std::string key = comm->key + ":init";
+    arrive(key, nullptr);
+    return static_cast<int>(await(key, comm->size, comm->aborted, nullptr) ? kSuccess : kSystemError);
+  });
+}
+
+// Of the members that are there one has the id, and the others learn it from that one.
+FAKE int ncclCommGetUniqueId(void* handle, UniqueId* id) {
+  used(handle, "ncclCommGetUniqueId");
+  std::memset(id, 0, sizeof *id);
+  return getrandom(id, 40, 0) == 40 ? kSuccess : kSystemError;
+}
+FAKE int ncclCommGrow(void* handle, int ranks, const UniqueId* id, int rank, void** out, void* config) {
+  Comm* parent = handle == nullptr ? nullptr : &used(handle, "ncclCommGrow");
+  if (parent == nullptr ? id == nullptr || rank < 0 : rank != -1 || ranks <= parent->size) return kInvalidArgument;
+  for (std::size_t i = 40; id != nullptr && i < sizeof id->internal; ++i) {
+    if (id->internal[i] != 0) return kInvalidArgument;  // not as it was drawn
+  }
+  auto* comm = new Comm;
+  comm->size = ranks;
+  comm->rank = parent == nullptr ? rank : parent->rank;
+  comm->blocking = is_blocking(config, parent == nullptr || parent->blocking);
+  const std::string known = id == nullptr ? "" : hexadecimal(*id);
+  const std::string meeting = parent == nullptr ? "" : parent->key + ":grow:" + std::to_string(parent->grows++);
+  const int size = parent == nullptr ? 0 : parent->size;
+  *out = comm;
+  return beside(*comm, [comm, known, meeting, size] {
+    comm->key = known;
+    if (!meeting.empty()) {
+      arrive(meeting, [&](char* data, bool) {
+        if (!known.empty()) std::strcpy(data, known.c_str());
+      });
+      if (!await(meeting, size, comm->aborted, [comm](const char* data) { comm->key = data; })) {
+        return static_cast<int>(kSystemError);
+      }
+    }
     const std::string key = comm->key + ":init";
     arrive(key, nullptr);
     return static_cast<int>(await(key, comm->size, comm->aborted, nullptr) ? kSuccess : kSystemError);

@@ -20,6 +20,8 @@ int ncclCommInitRankConfig(void**, int, UniqueId, int, void*);
 int ncclCommInitAll(void**, int, const int*);
 int ncclCommSplit(void*, int, int, void**, void*);
 int ncclCommShrink(void*, int*, int, void**, void*, int);
+int ncclCommGetUniqueId(void*, UniqueId*);
+int ncclCommGrow(void*, int, const UniqueId*, int, void**, void*);
 int ncclCommDestroy(void*);
 int ncclCommAbort(void*);
 int ncclCommCount(void*, int*);
@@ -332,6 +334,55 @@ void taken_back(Host& host, bool waits) {
   for (Rank& rank : ranks) OK(ncclCommAbort(rank.comm));
 }
 
+// Two members and one that joins: all three know one name. Then the same, with one that comes late to the creation.
+void grown(Host& host, std::vector<Rank>& ranks) {
+  for (const bool late : {false, true}) {
+    UniqueId id{};
+    OK(ncclCommGetUniqueId(ranks[0].comm, &id));
+    CHECK(host.refusals().size() == 1);  // it would not be good for anything after a cut
+    std::vector<Rank> all(3);
+    for (Rank& rank : all) rank.stream = fresh_stream();
+    const auto grow = [&](std::size_t number) {
+      const bool joins = number == 2;
+      UniqueId mine = id;
+      void* parent = joins ? nullptr : ranks[number].comm;
+      OK(ncclCommGrow(parent, 3, number == 1 ? nullptr : &mine, joins ? 2 : -1, &all[number].comm, nullptr));
+      int place = -1;
+      OK(ncclCommUserRank(all[number].comm, &place));
+      CHECK(place == static_cast<int>(number));
+    };
+    std::thread first(grow, 0);
+    std::thread third(grow, 2);
+    std::thread second;
+    if (late) {
+      const Report report = until(host, Host::Open, [](const Report& one) { return one.inside.size() == 2; });
+      std::string name;
+      for (const Handle& handle : report.handles) {
+        if (handle.state == 0 && handle.size == 3) name = handle.communicator;
+      }
+      host.order(Host::Drain);
+      over(host, {name});
+    }
+    second = std::thread(grow, 1);
+    for (std::thread* thread : {&first, &second, &third}) thread->join();
+    CHECK(host.refusals().empty());
+    together(all, [](Rank& rank, int number) { sum(rank, number + 1); });
+    right(all, 6);
+    host.order(Host::Cut);
+    over(host);
+    together(all, [](Rank& rank, int number) { sum(rank, 10 * number); });
+    right(all, 30);
+    const Report report = host.order(Host::Open);
+    std::vector<Handle> members;
+    for (const Handle& handle : report.handles) {
+      if (handle.communicator.starts_with("grow-") && handle.state == 1) members.push_back(handle);
+    }
+    CHECK(members.size() == 3);
+    for (const Handle& one : members) CHECK(one.size == 3 && one.communicator == members[0].communicator);
+    together(all, [](Rank& rank, int) { OK(ncclCommDestroy(rank.comm)); });
+  }
+}
+
 void all_of_one_thread(Host& host) {
   void* comms[3] = {};
   std::vector<Rank> ranks(3);
@@ -391,6 +442,7 @@ int main() {
   children(host, ranks);
   taken_back(host, true);
   taken_back(host, false);
+  grown(host, ranks);
   all_of_one_thread(host);
   refused(host, ranks, name);
   unlink(path.c_str());
