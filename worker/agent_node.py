@@ -76,7 +76,7 @@ class Node:
     @cached_property
     def gpus(self) -> NodeGpus:
         """Which pod has which GPU, which are at fault, and the broker."""
-        return NodeGpus(self.state, self.boot)
+        return NodeGpus(self.state, self.boot, self.config.gpus)
 
     @cached_property
     def runc(self) -> Path:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from moorage.errors import EnvironmentLacking, NotFound
+from moorage.errors import EnvironmentLacking, NotFound, UsageError
 from moorage.worker import gpu_health
 from moorage.worker.gpu.client import BrokerClient
 
@@ -53,6 +54,22 @@ def information(folder: Path = _GPU_FOLDER) -> list[dict[str, str]]:
     return found
 
 
+def offered(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """The UUIDs that a node gives to pods, in order. ``known``: all, in bus order; ``wanted``: as in `WorkerConfig`.
+
+    Raises `UsageError` for one that is not there, or is named twice.
+    """
+    if not wanted:
+        return list(known)
+    found = [known[int(name)] if name.isdecimal() and int(name) < len(known) else name for name in wanted]
+    for name in found:
+        if name not in known:
+            raise UsageError(f"gpus: this node has no GPU {name}", f"it has {', '.join(known) or 'none'}")
+        if found.count(name) > 1:
+            raise UsageError(f"gpus: {name} is named twice", "name each GPU once")
+    return found
+
+
 def device_node(uuid: str) -> Path:
     """The device node of a GPU. Raises `NotFound`."""
     for gpu in information():
@@ -69,18 +86,22 @@ def split(uuids: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class NodeGpus:
-    """Which pod has which GPU of this node, which of them had a fault since ``boot``, and the broker."""
+    """Which pod has which GPU of this node, which of them had a fault since ``boot``, and the broker.
 
-    def __init__(self, state: Path, boot: str) -> None:
+    ``wanted``: the setting `gpus` of the worker.
+    """
+
+    def __init__(self, state: Path, boot: str, wanted: Sequence[str] = ()) -> None:
+        self._wanted = wanted
         self.faults = gpu_health.Faults(state / "gpu-faults.json", boot)
         self.broker = BrokerClient(state / "gpu")
         self._taken: dict[str, list[str]] = {}
 
     def free(self) -> list[str]:
-        """UUIDs of healthy GPUs that no pod has, in bus order."""
+        """UUIDs of healthy GPUs that no pod has, in the order in which they are given out."""
         taken = {uuid for uuids in self._taken.values() for uuid in uuids}
-        known = [gpu.get("GPU UUID", "") for gpu in information()]
-        return [uuid for uuid in known if uuid and uuid not in taken and uuid not in self.faults]
+        known = [uuid for gpu in information() if (uuid := gpu.get("GPU UUID", ""))]
+        return [uuid for uuid in offered(known, self._wanted) if uuid not in taken and uuid not in self.faults]
 
     def take(self, pod: str, uuids: list[str]) -> None:
         """They are the pod's now."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ import moorage
 from moorage.compat import NodeFingerprint
 from moorage.config import WorkerConfig
 from moorage.records import NodeRecord
+from moorage.worker import gpu_host
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
@@ -49,6 +50,11 @@ def gpu_name(information: str) -> str:
 def gpus(folder: Path = _GPU_FOLDER) -> list[str]:
     """One entry ``UUID model`` for each NVIDIA GPU of the driver, in bus order; empty without a driver."""
     return [gpu_name(path.read_text()) for path in sorted(folder.glob("*/information"))]
+
+
+def _offered(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    by_uuid = {gpu.partition(" ")[0]: gpu for gpu in known}
+    return [by_uuid[uuid] for uuid in gpu_host.offered(list(by_uuid), wanted)]
 
 
 def driver(version: Path = _DRIVER_FILE) -> str:
@@ -88,7 +94,7 @@ def record(
         lease_seconds=config.lease_seconds,
         cpus=len(os.sched_getaffinity(0)),
         memory_bytes=memory_total(),
-        gpus=[gpu for gpu in gpus() if gpu.partition(" ")[0] not in faulty],
+        gpus=[gpu for gpu in _offered(gpus(), config.gpus) if gpu.partition(" ")[0] not in faulty],
         kernel=platform.release(),
         labels=dict(config.labels),
         ready=ready,

@@ -25,16 +25,6 @@ CUmemAccessDesc read_write(int device) {
   return {{CU_MEM_LOCATION_TYPE_DEVICE, {device}}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 }
 
-std::vector<CUmemAccessDesc> access_for(const Here& place) {
-  std::vector<CUmemAccessDesc> access{read_write(place.device)};
-  State& all = state();
-  const std::lock_guard lock(all.mutex);
-  for (const auto& [device, owner] : all.peers) {
-    if (owner == place.context && device != place.device) access.push_back(read_write(device));
-  }
-  return access;
-}
-
 // CUDA_ERROR_NOT_SUPPORTED: let the driver do it.
 CUresult allocate(CUdeviceptr* pointer, std::size_t size) {
   Here place;
@@ -42,7 +32,7 @@ CUresult allocate(CUdeviceptr* pointer, std::size_t size) {
   const std::size_t whole = rounded(size, place.device);
   if (whole == 0) return CUDA_ERROR_OUT_OF_MEMORY;
   bury();
-  auto access = access_for(place);
+  auto access = access_from(place.context, place.device);
   if (const CUdeviceptr kept = take_freed(whole, size, place.device, place.context, access)) {
     *pointer = kept;
     return CUDA_SUCCESS;
@@ -129,7 +119,8 @@ void grant(CUcontext owner, int device, CUmemAccess_flags flags) {
   std::erase(all.peers, pair);
   if (flags != CU_MEM_ACCESS_FLAGS_PROT_NONE) all.peers.push_back(pair);
   for (auto& [address, mapping] : all.mappings) {
-    if (!mapping.own || mapping.context != owner || mapping.block->device == device) continue;
+    // The first one is the context's own device: not always the block's, when another process's memory was opened.
+    if (!mapping.own || mapping.context != owner || mapping.access.front().location.id == device) continue;
     const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, {device}}, flags};
     real::cuMemSetAccess(address, mapping.size, &access, 1);
     std::erase_if(mapping.access, [&](const CUmemAccessDesc& one) { return one.location.id == device; });
@@ -144,6 +135,24 @@ void managed_added(const char* api, CUdeviceptr address, std::size_t size) {
 }
 
 }  // namespace
+
+std::vector<CUmemAccessDesc> access_from(CUcontext context, int device) {
+  std::vector<CUmemAccessDesc> access{read_write(device)};
+  State& all = state();
+  const std::lock_guard lock(all.mutex);
+  for (const auto& [peer, owner] : all.peers) {
+    if (owner == context && peer != device) access.push_back(read_write(peer));
+  }
+  return access;
+}
+
+int located(CUmemGenericAllocationHandle real, int otherwise) {
+  CUmemAllocationProp properties{};
+  const bool known = real::cuMemGetAllocationPropertiesFromHandle(&properties, real) == CUDA_SUCCESS &&
+                     properties.location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+  return known ? properties.location.id : otherwise;
+}
+
 }  // namespace moorage::bulk
 
 namespace moorage::hook {

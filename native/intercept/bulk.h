@@ -90,6 +90,12 @@ void drop_if_unused(State& all, const std::shared_ptr<Block>& block);
 void refuse(State& all, const char* api, std::uint64_t address, std::uint64_t size);
 void settle(State& all, const char* api, std::uint64_t address);
 
+// Who may use what belongs to a context on `device`: that device, and those with peer access to the context. Without
+// the lock.
+std::vector<CUmemAccessDesc> access_from(CUcontext context, int device);
+// The device, as this process counts them, on which imported memory lies: its maker may count otherwise.
+int located(CUmemGenericAllocationHandle real, int otherwise);
+
 // Take an address range, map the block there and give `device` and its peers access. Without the lock; enters nothing.
 CUresult map_somewhere(const Block& block, CUdeviceptr* address, std::vector<CUmemAccessDesc>& access);
 // Unmap and free a range that is ours. Without the lock; the mapping is out of the table already.

@@ -185,7 +185,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
   {
     State& all = state();
     const std::lock_guard lock(all.mutex);
-    const auto block = add_block(all, real, reply.found.size, static_cast<int>(reply.found.device));
+    const auto block = add_block(all, real, reply.found.size, located(real, static_cast<int>(reply.found.device)));
     block->owner = reply.found.process;
     block->owner_id = reply.found.id;
     block->exportable = false;

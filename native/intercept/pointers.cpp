@@ -88,7 +88,7 @@ CUresult open_handle(CUdeviceptr* pointer, const IpcHandle& handle) {
   close(reply.descriptor);
   if (result != CUDA_SUCCESS) return result;
   block.size = reply.found.size;
-  std::vector<CUmemAccessDesc> access{{{CU_MEM_LOCATION_TYPE_DEVICE, {device}}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE}};
+  auto access = access_from(context, device);
   CUdeviceptr address = 0;
   result = map_somewhere(block, &address, access);
   if (result != CUDA_SUCCESS) {
@@ -97,7 +97,7 @@ CUresult open_handle(CUdeviceptr* pointer, const IpcHandle& handle) {
   }
   {
     const std::lock_guard lock(all.mutex);
-    auto added = add_block(all, block.real, block.size, static_cast<int>(handle.device));
+    auto added = add_block(all, block.real, block.size, located(block.real, static_cast<int>(handle.device)));
     added->owner = handle.process;
     added->owner_id = handle.id;
     added->exportable = false;

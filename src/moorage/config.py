@@ -69,6 +69,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     lease_seconds: int = 10
     labels: dict[str, str] = {}
     slots: int = 0  # most pods on this node; 0: no limit but its GPUs, and the cores and memory that jobs ask for
+    gpus: list[str] = []  # those that pods get, in this order: UUIDs, or numbers in bus order; empty: all, in bus order
     use_rto_max: bool = True  # let the pods' kernel wait at most a second to send again (tcp_rto_max_ms, Linux 6.15)
     uplink: str = ""  # interface towards the world; empty: the one of the default route
     runtime: str = DEFAULT_RUNTIME

@@ -408,3 +408,57 @@ async def _parked(rig: Rig, place: Literal["gpu", "host"], attempt: int = 1) -> 
     await rig.broker.do(m.Forget("pod", attempt))
     await rig.broker.do(m.Detach("pod", place, "job/0"))
     return saved
+
+
+class _Silent(FakeDriver):
+    """For several processes with one pid."""
+
+    def checkpoint(self) -> None:
+        return
+
+
+def test_two_gpus_of_a_pod_are_saved_side_by_side_and_come_back_exchanged(tmp_path: Path) -> None:
+    async def test(rig: Rig) -> None:
+        devices = [FakeDevice(0), FakeDevice(1)]
+        rig.broker = Broker(Devices(lambda index: devices[index], lambda uuid: int(uuid[-1])), _Silent)  # type: ignore[arg-type]
+        alike, other = numbers(7, 3), numbers(8, 2)
+        path = rig.folder / "pod.sock"
+        await rig.broker.do(m.Attach("pod", str(path), 1, ["GPU-0", "GPU-1"]))
+        # Each process calls its own GPU 0, as under CUDA_VISIBLE_DEVICES: the descriptors say where memory lies.
+        first = FakeProcess(path, {1: memory(alike, 0)})
+        second = FakeProcess(path, {1: memory(alike, 1), 2: memory(other, 1)})
+        await rig.known("pod", 2 * len(alike) + len(other))
+        saved = await rig.save("pod", 1)
+        assert saved.memory is not None and saved.memory.devices == ["GPU-0", "GPU-1"]
+        assert sorted((block.device, block.size) for block in saved.memory.blocks) == sorted(
+            [(0, len(alike)), (1, len(alike)), (1, len(other))]
+        )
+        assert saved.bytes_new == len(alike) + len(other), "what both GPUs have alike is copied once"
+        again = await rig.save("pod", 2)
+        assert again.bytes_new == 0 and again.memory is not None
+        assert [block.device for block in again.memory.blocks] == [block.device for block in saved.memory.blocks]
+        then = rig.folder / "next.sock"
+        await rig.broker.do(m.Attach("next", str(then), 2, ["GPU-1", "GPU-0"]))
+        await rig.broker.do(m.Fill("next", rig.location, NONE, again.memory, again.contents))
+        back = [first.restored(then), second.restored(then)]
+        await first.end()
+        await second.end()
+        await rig.broker.do(m.BringBack("next", 5.0, {"0": "1", "1": "0"}))
+        assert content(back[0].blocks[1]) == content(back[1].blocks[1]) == alike
+        assert content(back[1].blocks[2]) == other
+        assert [devices[0].place(back[0].blocks[1]), devices[0].place(back[1].blocks[2])] == [1, 0]
+        await rig.broker.do(m.Begin("next", 3, rig.location, NONE, "test", 0))
+        await rig.broker.do(m.Quiesce("next", 3, 5.0))
+        await rig.broker.do(m.Capture("next", 3))
+        await rig.broker.do(m.BringBack("next", 5.0))
+        third = await rig.broker.do(m.Persist("next", 3))
+        assert third.bytes_new == 0 and third.memory is not None and third.memory.devices == ["GPU-1", "GPU-0"]
+        assert [block.device for block in third.memory.blocks] == [block.device for block in saved.memory.blocks]
+        await rig.broker.do(m.Forget("next", 3))
+        for pod in ("pod", "next"):
+            await rig.broker.do(m.Detach(pod))
+        for process in back:
+            await process.end()
+        assert devices[0].mapped == devices[1].mapped == 0
+
+    run(tmp_path, test)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -51,6 +51,7 @@ class DevCluster:
         coordinators: int = 1,
         store: str = "",
         store_settings: StoreSettings | None = None,
+        gpus: Sequence[Sequence[str]] = (),
         on_network: Callable[[layout.Cluster], None] = lambda cluster: None,
     ) -> None:
         self.name = f"test-{os.getpid()}-{next(_numbers)}"
@@ -64,6 +65,7 @@ class DevCluster:
             "coordinators": coordinators,
             "store": store,
             "store_settings": store_settings,
+            "gpus": gpus,
             "on_network": on_network,
         }
         self._lease_seconds = lease_seconds

@@ -62,11 +62,15 @@ class FakeDevice:
         self._may("open")
         return self._map(descriptor, size)
 
+    def place(self, descriptor: int) -> int:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        return int(name.removeprefix("/memfd:device-memory-").split()[0])
+
     def create(self, size: int, *, rdma: bool) -> tuple[Region, int]:
         self._may("create")
         if size > self.free_bytes():
             raise NoCapacity(f"GPU {self.index} has too little free memory")
-        descriptor = memory(bytes([0xEE]) * size)  # not zeros: what is restored must be written
+        descriptor = memory(bytes([0xEE]) * size, self.index)  # not zeros: what is restored must be written
         return self._map(descriptor, size), descriptor
 
     def close(self, region: Region) -> None:
@@ -139,9 +143,9 @@ class FakeDevice:
         return len(self._maps)
 
 
-def memory(data: bytes) -> int:
-    """A descriptor of memory that holds ``data``."""
-    descriptor = os.memfd_create("device-memory", os.MFD_CLOEXEC)
+def memory(data: bytes, device: int = 0) -> int:
+    """A descriptor of memory on a device that holds ``data``."""
+    descriptor = os.memfd_create(f"device-memory-{device}", os.MFD_CLOEXEC)
     os.write(descriptor, data)
     return descriptor
 

@@ -20,12 +20,22 @@ DIGEST = 32
 class Block:
     """One allocation. ``descriptors``: every one that stands for it; the first is the one that is handed out.
 
-    ``names``: the digests of its chunks when it was captured last, 32 bytes each; empty before that.
+    ``names``: the digests of its chunks when it was captured last, 32 bytes each; empty before that. ``placed``: its
+    device is known to be the pod's, by index; before that it is what its process calls it.
     """
 
     about: Memory
     descriptors: list[int] = field(default_factory=list)
     names: bytes = b""
+    placed: bool = False
+
+    def retold(self, about: Memory) -> None:
+        """The process tells about it again."""
+        self.about = about._replace(device=self.about.device) if self.placed else about
+
+    def place(self, device: int) -> None:
+        """It lies on the pod's GPU of this index."""
+        self.about, self.placed = self.about._replace(device=device), True
 
     def close(self) -> None:
         """Give the memory back, unless a process still has it."""

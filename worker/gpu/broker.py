@@ -184,7 +184,7 @@ class Broker:
             return m.Answer(id=0)
         await self._end_saving(pod)
         store = await self._store(request)
-        make = Saving(store, label=request.label, nice=request.nice)
+        make = Saving(store, label=request.label, nice=request.nice, devices=len(pod.gpus))
         await asyncio.to_thread(self._warm, pod)
         pod.saving = request.attempt, make
         return m.Answer(id=0)
@@ -211,9 +211,22 @@ class Broker:
         began = time.monotonic()
         total = await pod.memory.evict(request.seconds)
         timings["gpu_evict"] = time.monotonic() - began
+        await asyncio.to_thread(self._place, pod)
         pod.quiesced = request.attempt
         pod.snapshot = self._snapshot(pod)
         return m.Answer(id=0, bytes_total=total, timings=timings)
+
+    def _place(self, pod: _Attached) -> None:
+        """Ask where memory lies: a process counts what it sees, which CUDA_VISIBLE_DEVICES may have changed."""
+        if len(pod.gpus) < 2:
+            return
+        device = self._devices.get(pod.gpus[0])
+        places = {self._devices.get(uuid).index: number for number, uuid in enumerate(pod.gpus)}
+        for block in pod.memory.blocks.values():
+            if not block.placed and block.descriptors:
+                found = device.place(block.descriptors[0])
+                if found in places:
+                    block.place(places[found])
 
     def _snapshot(self, pod: _Attached) -> SavedMemory:
         memory = pod.memory

@@ -96,6 +96,15 @@ class CudaDevice:
         kind = getattr(self._cu.CUmemAllocationHandleType, _DESCRIPTOR_KIND)
         return self._mapped(self._call(self._cu.cuMemImportFromShareableHandle, descriptor, kind), size)
 
+    def place(self, descriptor: int) -> int:
+        self._enter()
+        kind = getattr(self._cu.CUmemAllocationHandleType, _DESCRIPTOR_KIND)
+        handle = self._call(self._cu.cuMemImportFromShareableHandle, descriptor, kind)
+        try:
+            return int(self._call(self._cu.cuMemGetAllocationPropertiesFromHandle, handle).location.id)
+        finally:
+            self._cu.cuMemRelease(handle)
+
     def create(self, size: int, *, rdma: bool) -> tuple[Region, int]:
         self._enter()
         handle = self._call(self._cu.cuMemCreate, size, self._memory_properties(rdma=rdma), 0)

@@ -42,6 +42,9 @@ class Device(Protocol):
     def close(self, region: Region) -> None:
         """Unmap; the memory lives on as long as a descriptor or another process has it."""
 
+    def place(self, descriptor: int) -> int:
+        """The `index` of the GPU on which the memory behind ``descriptor`` lies."""
+
     def free_bytes(self) -> int:
         """Device memory that nobody has."""
 

@@ -14,7 +14,7 @@ from moorage.store import Content, Store, bulk
 from moorage.worker.gpu.blocks import DIGEST, Block, SavedBlock, told
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
 from moorage.worker.gpu.parked import KeptBlock
-from moorage.worker.gpu.ring import share_out
+from moorage.worker.gpu.ring import share_out, threads_for
 from moorage.worker.gpu.wire import BlockFlag, BlockName
 
 
@@ -43,7 +43,7 @@ def fill(
     try:
         for saved in blocks:
             name = BlockName(saved.process, saved.id)
-            made[name] = Block(told(saved))
+            made[name] = Block(told(saved), placed=True)
             if saved.own:
                 gpu = device(saved.device)
                 one = held.get(name)
@@ -123,7 +123,8 @@ def _bring(store: Store, wanted: Mapping[bytes, list[_Target]]) -> None:
     devices = {target.device.index: target.device for targets in wanted.values() for target in targets}
     if not devices:
         return
-    slots = next(iter(devices.values())).slots()
+    # Pinned memory is every GPU's, so all their rings serve all of them.
+    slots = [slot for gpu in devices.values() for slot in gpu.slots()]
 
     def take(run: bulk.Run, slot: Slot) -> dict[int, list[tuple[int, int, int]]]:
         pieces: dict[int, list[tuple[int, int, int]]] = {}
@@ -145,7 +146,8 @@ def _bring(store: Store, wanted: Mapping[bytes, list[_Target]]) -> None:
             for gpu in devices.values():
                 gpu.wait()
 
-    share_out(slots, bulk.runs(store, dict.fromkeys(wanted, CHUNK), len(slots[0].view)), work)
+    runs = bulk.runs(store, dict.fromkeys(wanted, CHUNK), len(slots[0].view))
+    share_out(slots, runs, work, threads=threads_for(len(devices)))
 
 
 def _verify(

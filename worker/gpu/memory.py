@@ -195,7 +195,7 @@ class PodMemory:
     def _memory(self, process: CudaProcess, about: Memory, descriptor: int) -> None:
         name = BlockName(process.number, about.id)
         block = self.blocks.setdefault(name, Block(about))
-        block.about = about
+        block.retold(about)
         if descriptor >= 0 and block.descriptors:
             os.close(descriptor)  # told again: the first one stands for the same memory
         elif descriptor >= 0:

@@ -16,6 +16,22 @@ T = TypeVar("T")
 THREADS: Final = max(2, min(16, os.cpu_count() or 1))
 
 
+def threads_for(devices: int) -> int:
+    """How many threads serve so many GPUs at once."""
+    return max(THREADS, min(THREADS * devices, os.cpu_count() or 1))
+
+
+def at_once(work: Sequence[Callable[[], T]]) -> list[T]:
+    """Do all of it side by side. The first error is raised when all have ended."""
+    if len(work) == 1:
+        return [work[0]()]
+    if not work:
+        return []
+    with ThreadPoolExecutor(len(work), thread_name_prefix="gpu") as pool:
+        futures = [pool.submit(one) for one in work]
+    return [future.result() for future in futures]
+
+
 class _Shared(Generic[T]):
     """Items that several threads share out among themselves, each item once; none after `stop`."""
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from blake3 import blake3
 
@@ -20,7 +21,7 @@ from moorage.errors import AttemptAborted, NoCapacity
 from moorage.store import Chunk, Content, Store, Writer, WriteStats
 from moorage.worker.gpu.blocks import DIGEST, Block, ChangedChunk, changed, saved
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
-from moorage.worker.gpu.ring import THREADS, share_out
+from moorage.worker.gpu.ring import at_once, share_out, threads_for
 from moorage.worker.gpu.wire import BlockName
 
 KIND = "device memory"
@@ -37,11 +38,14 @@ class Staged:
 
 
 class Saving:
-    """One attempt of one pod. `capture` in the pause, `write` after it, `close` when the manifest is written."""
+    """One attempt of one pod. `capture` in the pause, `write` after it, `close` when the manifest is written.
 
-    def __init__(self, store: Store, *, label: str, nice: int) -> None:
+    ``devices``: how many GPUs the pod has. They are saved side by side.
+    """
+
+    def __init__(self, store: Store, *, label: str, nice: int, devices: int = 1) -> None:
         self._store = store
-        self._writer: Writer = store.writer(label=label, threads=THREADS, nice=nice)
+        self._writer: Writer = store.writer(label=label, threads=threads_for(devices), nice=nice)
         self._nice = nice
         self._zero = blake3(_ZERO, key=store.key.chunks).digest()
         self._staged: list[Staged] = []
@@ -50,21 +54,24 @@ class Saving:
         self.bytes_changed = 0
         self.cancelled = threading.Event()
         self._shared: set[bytes] = set()
+        self._choosing = threading.Lock()
+        self._chosen: set[bytes] = set()  # copied: what several GPUs have alike is copied once
 
     def capture(self, blocks: Mapping[BlockName, Block], device: Callable[[int], Device]) -> dict[str, float]:
         """Hash all of ``blocks`` and copy what the store lacks. Returns seconds by step.
 
         Raises `NoCapacity` when the copy has no room, `DeviceFailed`. Afterwards the job may have its memory back.
         """
-        timings = {"gpu_open": 0.0, "gpu_hash": 0.0, "gpu_stage": 0.0, "gpu_close": 0.0}
-        by_device: dict[int, list[BlockName]] = {}
+        by_device: dict[int, dict[BlockName, Block]] = {}
         for name, block in blocks.items():
-            by_device.setdefault(block.about.device, []).append(name)
-        for index, names in by_device.items():
-            self._capture_on(device(index), {name: blocks[name] for name in names}, timings)
+            by_device.setdefault(block.about.device, {})[name] = block
+        timings = dict.fromkeys(("gpu_open", "gpu_hash", "gpu_stage", "gpu_close"), 0.0)
+        for laps in at_once([partial(self._capture_on, device(index), own) for index, own in by_device.items()]):
+            timings = {name: max(seconds, laps[name]) for name, seconds in timings.items()}
         return timings
 
-    def _capture_on(self, device: Device, blocks: Mapping[BlockName, Block], timings: dict[str, float]) -> None:
+    def _capture_on(self, device: Device, blocks: Mapping[BlockName, Block]) -> dict[str, float]:
+        timings = dict.fromkeys(("gpu_open", "gpu_hash", "gpu_stage", "gpu_close"), 0.0)
         clock = _Clock(timings)
         regions: list[Region] = []
         try:
@@ -73,23 +80,26 @@ class Saving:
             clock.lap("gpu_open")
             digests = device.digests(regions, self._store.key.chunks)
             clock.lap("gpu_hash")
-            wanted: dict[bytes, ChangedChunk] = {}
-            for (name, block), region, names in zip(blocks.items(), regions, digests, strict=True):
-                self._names[name] = block.names = names
-                self._blocks[name] = block
-                for chunk in changed(region.address, names, {self._zero}):
-                    if chunk.name in wanted or chunk.name in self._shared:
-                        continue
-                    if self._writer.has(chunk.name):
-                        self._shared.add(chunk.name)
-                    else:
-                        wanted[chunk.name] = chunk
-            self._stage(device, list(wanted.values()))
+            wanted: list[ChangedChunk] = []
+            with self._choosing:
+                for (name, block), region, names in zip(blocks.items(), regions, digests, strict=True):
+                    self._names[name] = block.names = names
+                    self._blocks[name] = block
+                    for chunk in changed(region.address, names, {self._zero}):
+                        if chunk.name in self._chosen or chunk.name in self._shared:
+                            continue
+                        if self._writer.has(chunk.name):
+                            self._shared.add(chunk.name)
+                        else:
+                            self._chosen.add(chunk.name)
+                            wanted.append(chunk)
+            self._stage(device, wanted)
             clock.lap("gpu_stage")
         finally:
             for region in regions:
                 device.close(region)
         clock.lap("gpu_close")
+        return timings
 
     def _stage(self, device: Device, chunks: list[ChangedChunk]) -> None:
         if not chunks:
@@ -103,8 +113,9 @@ class Saving:
                 "park the job instead, or leave more device memory free",
             )
         region = device.stage([chunk.address for chunk in chunks])
-        self._staged.append(Staged(device, region, [chunk.name for chunk in chunks]))
-        self.bytes_changed += size
+        with self._choosing:
+            self._staged.append(Staged(device, region, [chunk.name for chunk in chunks]))
+            self.bytes_changed += size
 
     @property
     def bytes_total(self) -> int:
@@ -121,8 +132,7 @@ class Saving:
 
         Raises `NoCapacity`, `Unavailable`, `AttemptAborted` after `cancelled` was set.
         """
-        for staged in self._staged:
-            self._write(staged)
+        at_once([partial(self._write, staged) for staged in self._staged])
         known = self.bytes_total - self.bytes_changed
         self._writer.count_known(known, known // CHUNK, kind=KIND)
         stats = self._writer.finish()

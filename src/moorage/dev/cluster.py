@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -57,6 +57,7 @@ def up(
     coordinators: int = 1,
     store: str = "",
     store_settings: StoreSettings | None = None,
+    gpus: Sequence[Sequence[str]] = (),
     on_network: Callable[[Cluster], None] = lambda cluster: None,
     ready_seconds: float = READY_SECONDS,
     environment: Mapping[str, str] | None = None,
@@ -69,7 +70,8 @@ def up(
     cluster's network, and ``on_network`` is called once that stands, before any process of the cluster starts.
 
     ``default``: let `moorage` without further settings use it (the link `DEV_CLIENT_FILE`). ``environment`` is added to
-    that of all its processes. ``use_rto_max`` and ``slots`` are those of `WorkerConfig`. Raises `Conflict` if a
+    that of all its processes. ``use_rto_max`` and ``slots`` are those of `WorkerConfig`; so is ``gpus``, of each node in
+    turn: without it all nodes see all GPUs of the machine. Raises `Conflict` if a
     cluster of that name is there, `UsageError`, `EnvironmentLacking`; `MoorageError` if a part does not come up, after
     everything was removed again.
     """
@@ -85,6 +87,8 @@ def up(
     with layout.locked(name):
         cluster = _record(name, state, nodes, lease_seconds, use_rto_max, slots, default, etcd, coordinators)
         cluster.store = store
+        for node, own in zip(cluster.nodes, gpus, strict=False):
+            node.gpus = list(own)
         settings = store_settings or StoreSettings()
         endpoint = settings.endpoint.replace("{gateway}", cluster.gateway)
         cluster.store_settings = msgspec.structs.replace(settings, endpoint=endpoint)

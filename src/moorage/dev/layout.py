@@ -42,6 +42,7 @@ class Node(msgspec.Struct, kw_only=True):
     name: str
     number: int
     address: str
+    gpus: list[str] = []  # as in `WorkerConfig`
 
     def worker_endpoint(self) -> str:
         return f"{self.address}:{WORKER_PORT}"

@@ -138,6 +138,7 @@ def write_node_files(cluster: Cluster, node: Node) -> None:
         labels={"dev": cluster.name, "node": node.name},
         use_rto_max=cluster.use_rto_max,
         slots=cluster.slots,
+        gpus=node.gpus,
         metrics=f"{node.address}:{WORKER_METRICS_PORT}",
         uplink="eth0",
         runtime=str(programs.prefixes()[0]),

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
 #include <cstring>
 
 #include "fake.h"
@@ -56,6 +57,16 @@ auto covering(Map& map, std::uintptr_t address) {
   if (found == map.begin()) return map.end();
   --found;
   return address < found->first + found->second.size ? found : map.end();
+}
+
+// Whoever imports memory learns on which device it is.
+const std::string kFile = "fake-device-memory-";
+int device_of(int fd) {
+  char target[64] = "";
+  const std::string link = "/proc/self/fd/" + std::to_string(fd);
+  if (readlink(link.c_str(), target, sizeof target - 1) < 0) return 0;
+  const char* name = std::strstr(target, kFile.c_str());
+  return name == nullptr ? 0 : std::atoi(name + kFile.size());
 }
 
 std::size_t physical_bytes() {
@@ -255,7 +266,8 @@ FAKE CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, con
   const std::lock_guard lock(fake::mutex);
   if (physical_bytes() + size > kTotal) return CUDA_ERROR_OUT_OF_MEMORY;
   auto memory = std::make_shared<Physical>();
-  memory->fd = memfd_create("fake-device-memory", MFD_CLOEXEC);
+  const std::string name = kFile + std::to_string(properties->location.id);
+  memory->fd = memfd_create(name.c_str(), MFD_CLOEXEC);
   memory->size = size;
   memory->properties = *properties;
   if (memory->fd < 0 || ftruncate(memory->fd, static_cast<off_t>(size)) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
@@ -395,6 +407,7 @@ FAKE CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handl
   memory->size = static_cast<std::size_t>(about.st_size);
   memory->properties.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   memory->properties.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  memory->properties.location.id = device_of(memory->fd);
   memory->properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   memory->imported = true;
   const std::lock_guard lock(fake::mutex);

@@ -27,8 +27,20 @@ void holds(CUdeviceptr memory, unsigned value) {
   for (const unsigned word : words) CHECK(word == value);
 }
 
+// The context of the other device, and this one's; both are current by turns.
+struct Devices {
+  CUcontext first = nullptr;
+  CUcontext second = nullptr;
+  Devices() {
+    OK(cuCtxGetCurrent(&first));
+    OK(cuDevicePrimaryCtxRetain(&second, 1));
+  }
+};
+
 void exporter(int in, int out) {
   begin();
+  const Devices devices;
+  OK(cuCtxSetCurrent(devices.second));
   CUdeviceptr memory = 0;
   OK(cuMemAlloc_v2(&memory, kSize));
   fill(memory, 1);
@@ -52,6 +64,10 @@ void importer(int in, int out) {
   const auto handle = get<CUipcMemHandle>(in);
   CUdeviceptr memory = 0;
   CUdeviceptr twice = 0;
+  const Devices devices;
+  OK(cuCtxSetCurrent(devices.second));
+  OK(cuCtxEnablePeerAccess(devices.first, 0));
+  OK(cuCtxSetCurrent(devices.first));
   OK(cuIpcOpenMemHandle_v2(&memory, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
   OK(cuIpcOpenMemHandle_v2(&twice, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
   CHECK(twice == memory);
@@ -59,14 +75,32 @@ void importer(int in, int out) {
   std::size_t size = 0;
   OK(cuMemGetAddressRange_v2(nullptr, &size, memory));
   CHECK(size == kSize);
+  int device = -1;
+  OK(cuPointerGetAttribute(&device, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, memory));
+  CHECK(device == 1);
   holds(memory, 1);
   for (unsigned value = 2; get<char>(in) == 'n'; value += 2) {
     fill(memory, value);
     put(out, "k", 1);
     get<char>(in);
+    // Peer access to the context counts for what was opened there as well.
+    OK(cuCtxSetCurrent(devices.second));
     holds(memory, value + 1);
+    OK(cuCtxSetCurrent(devices.first));
     put(out, "k", 1);
   }
+  // The other way round: what is opened in one context, and only then granted to the device where it lies.
+  CUdeviceptr there = 0;
+  OK(cuCtxSetCurrent(devices.second));
+  OK(cuIpcOpenMemHandle_v2(&there, handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+  OK(cuCtxSetCurrent(devices.first));
+  ANSWERS(CUDA_ERROR_ILLEGAL_ADDRESS, cuMemsetD32_v2(there, 1, 4));
+  OK(cuCtxEnablePeerAccess(devices.second, 0));
+  unsigned word = 0;
+  OK(cuMemcpyDtoH_v2(&word, there, 4));
+  OK(cuCtxDisablePeerAccess(devices.second));
+  ANSWERS(CUDA_ERROR_ILLEGAL_ADDRESS, cuMemsetD32_v2(there, 1, 4));
+  OK(cuIpcCloseMemHandle(there));
   OK(cuIpcCloseMemHandle(memory));
   put(out, "k", 1);
   CUdeviceptr gone = 0;
