@@ -63,7 +63,7 @@ class FakeDevice:
         return self._map(descriptor, size)
 
     def place(self, descriptor: int) -> int:
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         return int(name.removeprefix("/memfd:device-memory-").split()[0])
 
     def create(self, size: int, *, rdma: bool) -> tuple[Region, int]:

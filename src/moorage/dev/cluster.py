@@ -70,10 +70,9 @@ def up(
     cluster's network, and ``on_network`` is called once that stands, before any process of the cluster starts.
 
     ``default``: let `moorage` without further settings use it (the link `DEV_CLIENT_FILE`). ``environment`` is added to
-    that of all its processes. ``use_rto_max`` and ``slots`` are those of `WorkerConfig`; so is ``gpus``, of each node in
-    turn: without it all nodes see all GPUs of the machine. Raises `Conflict` if a
-    cluster of that name is there, `UsageError`, `EnvironmentLacking`; `MoorageError` if a part does not come up, after
-    everything was removed again.
+    that of all its processes. ``use_rto_max`` and ``slots`` are those of `WorkerConfig`, so is ``gpus``, of each node
+    in turn: without it every node has all GPUs of the machine. Raises `Conflict` if a cluster of that name is there,
+    `UsageError`, `EnvironmentLacking`; `MoorageError` if a part does not come up, after everything was removed again.
     """
     _require_root()
     layout.check_name(name)
