@@ -49,6 +49,9 @@ class NoDevice:
     def create(self, size: int, *, rdma: bool) -> tuple[Region, int]:
         raise NotImplementedError
 
+    def place(self, descriptor: int) -> int:
+        return 0
+
     def close(self, region: Region) -> None: ...
 
     def free_bytes(self) -> int:
@@ -89,7 +92,7 @@ def timed(size: int, work: Callable[[], object]) -> dict[str, float]:
 def moorage(folder: Path, size: int, threads: int) -> dict[str, float]:
     """The broker's own path: hash (here: random names), stage, write."""
     device = NoDevice(threads)
-    with mock.patch.object(save, "THREADS", threads), mock.patch.object(ring, "THREADS", threads):
+    with mock.patch.object(ring, "THREADS", threads):
         saving = save.Saving(Store.open(str(folder / "store"), create=True), label="bench", nice=0)
         block = Block(Memory(1, size, 0, 1, 1, 0, BlockFlag.DESCRIPTOR), [-1])
         found: dict[str, float] = {}
