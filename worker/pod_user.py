@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moorage.errors import EnvironmentLacking, Forbidden, MoorageError, UsageError
-from moorage.v1.types_pb2 import JobSpec
+from moorage.v1.types_pb2 import JobSpec, Mount
 from moorage.worker.layers import syscalls
 from moorage.worker.layers.owner import acting_as, owner_of
 from moorage.worker.pod_environment import DEFAULT_PATH
@@ -176,8 +176,8 @@ def sweep(folder: Path) -> None:
 
 
 def command_paths(spec: JobSpec) -> list[str]:
-    """Absolute paths of this host (in the image, if there is one) that the command needs: itself, what it links to, and
-    the prefix of a virtual environment.
+    """Absolute paths of this host (in the image or a mount, if it is there) that the command needs: itself, what it
+    links to, and the prefix of a virtual environment.
 
     To be called with the rights of the job's user (`acting_as`): what the answer tells must not be more than the user
     could find out. Raises `UsageError` when there is no command or it cannot be found in the job's ``PATH``,
@@ -189,7 +189,7 @@ def command_paths(spec: JobSpec) -> list[str]:
     found = _find(spec, root)
     if found is None:
         raise _not_found(spec, root)
-    return list(dict.fromkeys(map(str, _with_targets(found, root))))
+    return list(dict.fromkeys(map(str, _with_targets(found, spec, root))))
 
 
 def _not_found(spec: JobSpec, root: Path) -> MoorageError:
@@ -199,8 +199,11 @@ def _not_found(spec: JobSpec, root: Path) -> MoorageError:
         path = spec.env.get("PATH", DEFAULT_PATH)
         hint = f"PATH is {path}; give its path or set PATH with --env"
         return UsageError(f"command {name} does not exist {where}", hint)
+    inside = _inside(spec, "")
+    if (mount := _mount_of(spec, inside)) is not None:
+        where = f"in {mount.source} (which is mounted at {mount.destination})"
     try:
-        status = _at(spec, root, "").stat()
+        status = _on_host(spec, root, inside).stat()
     except PermissionError:
         return Forbidden(f"the job's user may not reach {name} {where}", "name what that user may execute")
     except OSError:
@@ -237,23 +240,38 @@ def _find(spec: JobSpec, root: Path) -> Path | None:
     else:
         folders = [folder for folder in spec.env.get("PATH", DEFAULT_PATH).split(":") if folder]
     for folder in folders:
-        inside = Path(spec.working_directory or "/", folder, name)
-        if _executable(_at(spec, root, folder)):
+        inside = _inside(spec, folder)
+        on_host = _on_host(spec, root, inside)
+        if _executable(on_host):
             return inside
-        if spec.image and _is_link(_at(spec, root, folder)):
-            return inside  # an absolute link that leads nowhere outside the image may well lead somewhere in it
+        if (spec.image or spec.mounts) and _is_link(on_host):
+            return inside  # a link that leads nowhere here may well lead somewhere in the pod
     return None
 
 
-def _at(spec: JobSpec, root: Path, folder: str) -> Path:
-    """Where the command would lie on this host if it lay in ``folder``."""
+def _inside(spec: JobSpec, folder: str) -> Path:
+    """Where the pod would have the command if it lay in ``folder``."""
+    return Path(spec.working_directory or "/", folder, spec.command[0])
+
+
+def _mount_of(spec: JobSpec, inside: Path) -> Mount | None:
+    """The mount of the job that this path of the pod lies in."""
+    place = Path(os.path.normpath(inside))
+    covering = [mount for mount in spec.mounts if place.is_relative_to(mount.destination)]
+    return max(covering, key=lambda mount: len(Path(mount.destination).parts), default=None)
+
+
+def _on_host(spec: JobSpec, root: Path, inside: Path) -> Path:
+    """Where a path of the pod lies on this host."""
+    if (mount := _mount_of(spec, inside)) is not None:
+        return Path(mount.source) / Path(os.path.normpath(inside)).relative_to(mount.destination)
     # Joined by hand: an absolute path would throw the root away.
-    return root / str(Path(spec.working_directory or "/", folder, spec.command[0])).lstrip("/")
+    return root / str(inside).lstrip("/")
 
 
-def _with_targets(found: Path, root: Path) -> Iterator[Path]:
+def _with_targets(found: Path, spec: JobSpec, root: Path) -> Iterator[Path]:
     yield found
-    if root != Path("/"):
+    if root != Path("/") or _mount_of(spec, found) is not None:
         return
     yield found.resolve()
     prefix = found.parent.parent

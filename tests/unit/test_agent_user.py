@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moorage.errors import Forbidden, MoorageError, UsageError
-from moorage.v1.types_pb2 import JobSpec
+from moorage.v1.types_pb2 import JobSpec, Mount
 from moorage.worker.layers import PodLayers
 from moorage.worker.layers.owner import Owner, acting_as
 from moorage.worker.pod_user import command_paths, resolve
@@ -90,6 +90,30 @@ def test_a_command_is_looked_for_in_the_image(tmp_path: Path) -> None:
     assert command_paths(JobSpec(command=["inside"], image=str(tmp_path))) == ["/bin/inside"]
     with pytest.raises(UsageError, match="does not exist in image"):
         command_paths(JobSpec(command=["elsewhere"], image=str(tmp_path)))
+
+
+def test_a_command_is_looked_for_in_what_is_mounted(tmp_path: Path) -> None:
+    tools = tmp_path / "tools"
+    (tools / "bin").mkdir(parents=True)
+    for name, mode in (("tool", 0o755), ("plain", 0o644)):
+        (tools / "bin" / name).write_text("#!/bin/sh\n")
+        (tools / "bin" / name).chmod(mode)
+    (tools / "link").symlink_to("/p/bin/tool")  # leads nowhere on this host
+    mounts = [Mount(source=str(tools), destination="/p"), Mount(source=str(tools / "bin" / "tool"), destination="/t/x")]
+
+    def paths(*command: str, **more: Any) -> list[str]:
+        return command_paths(JobSpec(command=command, mounts=mounts, **more))
+
+    assert paths("/p/bin/tool") == ["/p/bin/tool"]
+    assert paths("/p/link") == ["/p/link"]
+    assert paths("/t/x") == ["/t/x"]
+    assert paths("bin/tool", working_directory="/p") == ["/p/bin/tool"]
+    assert paths("tool", env={"PATH": "/nowhere:/p/bin"}) == ["/p/bin/tool"]
+    assert paths("/p/bin/tool", image=str(tools)) == ["/p/bin/tool"]
+    with pytest.raises(UsageError, match=r"command /p/other does not exist in .*/tools \(which is mounted at /p\)"):
+        paths("/p/other")
+    with pytest.raises(UsageError, match="command /p/bin/plain is not executable"):
+        paths("/p/bin/plain")
 
 
 @pytest.fixture
