@@ -8,12 +8,14 @@ import os
 from pathlib import Path
 from typing import NamedTuple
 
+from moorage.errors import EnvironmentLacking
 from moorage.worker import inventory, pod_gpu, pod_nccl, pod_staging, preflight_outside
 from moorage.worker.network import namespace
 from moorage.worker.pod import Pod
 from moorage.worker.preflight import Objection, Process, examine, exec_sessions, space
 from moorage.worker.preflight_proc import lives, read_processes
 from moorage.worker.preflight_ties import Fact, judge
+from moorage.worker.sandbox import criu
 
 #: What CRIU's images and the copies hold beside the memory itself.
 _OVERHEAD_BYTES = 16 << 20
@@ -52,7 +54,7 @@ def _ties(pod: Pod, processes: list[Process], pids: list[int], seconds: float) -
 
 
 def _look(pod: Pod, on_gpu: frozenset[int], seconds: float) -> Found:
-    objections = exec_sessions(list(pod.sessions.values()))
+    objections = exec_sessions(list(pod.sessions.values())) + _library()
     pids = [] if pod.gone else pod.processes()
     processes = pod_gpu.without_driver(read_processes(pids), on_gpu)
     objections += examine(processes)
@@ -73,6 +75,15 @@ def _look(pod: Pod, on_gpu: frozenset[int], seconds: float) -> Found:
     free = pod.node.store.free_bytes()
     objections += space(needed, free, f"store {pod.node.config.store}")
     return Found(objections, needed, min(free, max(disk, memory)))
+
+
+def _library() -> list[Objection]:
+    """An objection when moorage was installed anew, or in part, under this worker."""
+    try:
+        criu.library()
+        return []
+    except EnvironmentLacking as error:
+        return [Objection("what is preloaded into CRIU", error.message, error.hint or "", type(error).__name__)]
 
 
 def memory_bytes(pids: list[int]) -> int:

@@ -1,5 +1,9 @@
 #pragma once
 
+// What moorage looks for in the file before it lets CRIU run with it (worker/sandbox/criu.py, where the same number
+// stands). Raise both when what the library does, or is told, changes.
+#define MOORAGE_CRIU_LIBRARY "moorage-criu-library 2;"
+
 // As libc's syscall(): what the kernel answers, -errno for an error.
 inline long kernel(long number, long a, long b, long c, long d, long e, long f) {
 #if defined(__x86_64__)

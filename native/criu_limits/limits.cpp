@@ -16,6 +16,8 @@
 
 #include "kernel.h"
 
+extern "C" __attribute__((visibility("default"), used)) const char moorage_criu_library[] = MOORAGE_CRIU_LIBRARY;
+
 namespace {
 
 constexpr size_t kNameWidth = 26;  // fs/proc/base.c: "%-25s " before the soft limit

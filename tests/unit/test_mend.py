@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from moorage.errors import CorruptData
+from moorage.errors import CorruptData, EnvironmentLacking
 from moorage.worker import extra_state
 from moorage.worker.extra_record import Extras, PosixLock, SocketOptions, Thread
-from moorage.worker.sandbox import images, mend
+from moorage.worker.sandbox import criu, images, mend
 
 
 def _file(kind: int, number: int, **parts: object) -> object:
@@ -35,6 +35,20 @@ def test_a_damaged_image_is_told(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "files.img").write_bytes(damage)
     with pytest.raises(CorruptData):
         images.read(tmp_path / "files.img", "file")
+
+
+@pytest.mark.parametrize(("mark", "said"), [(b"", "a version before 2"), (b"moorage-criu-library 1;", "version 1")])
+def test_a_library_of_another_version_is_not_preloaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mark: bytes, said: str
+) -> None:
+    assert criu.library().name == criu.LIMITS_LIBRARY  # that of this tree is the right one
+    old = tmp_path / criu.LIMITS_LIBRARY
+    old.write_bytes(b"\x7fELF before" + mark + b"behind")
+    monkeypatch.setattr(criu.native, "find", lambda *_: old)
+    (tmp_path / criu.MENDS_FILE).write_text("z 7 200;")
+    with pytest.raises(EnvironmentLacking, match=f"of another version of moorage .{said}") as lacks:
+        criu.environment(tmp_path)
+    assert "make setup" in lacks.value.hint
 
 
 def test_locks_that_criu_left_out_are_added() -> None:

@@ -6,7 +6,7 @@ it before each dump and restore.
 
 from __future__ import annotations
 
-import functools
+import re
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +38,10 @@ _OPTIONS: Final = (
 LIMITS_LIBRARY: Final = "moorage-criu-limits.so"
 
 
+#: The version of the library that this code speaks to, as in native/criu_limits/kernel.h: another one would leave out
+#: what it does not know, without a word.
+LIMITS_VERSION: Final = 2
+_MARK: Final = re.compile(rb"moorage-criu-library (\d+);")
 #: In the folder where a restore works: what the library says in CRIU's place, see native/criu_limits/mends.cpp.
 MENDS_FILE: Final = "mends"
 #: In the folder where a dump works: the pod has POSIX timers that signal single threads.
@@ -56,16 +60,24 @@ def environment(work: Path) -> dict[str, str]:
     return _preload(bool(mends)) | mends | fill
 
 
-@functools.cache
 def _preload(needed: bool) -> dict[str, str]:
     if limits.has_capability(limits.CAP_SYS_RESOURCE) and not needed:
         return {}
-    try:
-        return {"LD_PRELOAD": str(native.find(LIMITS_LIBRARY, "criu_limits"))}
-    except EnvironmentLacking:
-        if needed:
-            raise
-        return {}  # jobs of root can be saved without; for others CRIU's own words say what is missing
+    return {"LD_PRELOAD": str(library())}
+
+
+def library() -> Path:
+    """What is preloaded into CRIU. Raises `EnvironmentLacking` if it is not there, or of another version of moorage."""
+    found = native.find(LIMITS_LIBRARY, "criu_limits")
+    mark = _MARK.search(found.read_bytes())
+    if mark is None or int(mark[1]) != LIMITS_VERSION:
+        which = f"version {mark[1].decode()}" if mark else "a version before 2"
+        raise EnvironmentLacking(
+            f"{found} is of another version of moorage ({which}, and {LIMITS_VERSION} is needed): "
+            "what CRIU leaves out would come back wrong",
+            "install moorage anew, or run `make setup` where it was installed from its sources",
+        )
+    return found
 
 
 def dump_options() -> str:

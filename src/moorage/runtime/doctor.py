@@ -63,7 +63,7 @@ class Machine(Protocol):
     def user(self) -> int: ...
     def capabilities(self) -> int: ...
     def hard_limit(self, name: str) -> int: ...
-    def limits_library(self) -> str: ...
+    def limits_library(self) -> tuple[str, str]: ...
     def kernel(self) -> str: ...
     def program(self, name: str) -> tuple[str, Version | None]: ...
     def criu_check(self) -> str: ...
@@ -136,6 +136,13 @@ def _criu(machine: Machine) -> Finding:
     if said := machine.criu_check():
         return Finding("criu", "missing", f"criu check: {said}", "boot a kernel with CONFIG_CHECKPOINT_RESTORE=y")
     return Finding("criu", "ok", f"{found.detail}; criu check passes")
+
+
+def _criu_library(machine: Machine) -> Finding:
+    path, lack = machine.limits_library()
+    if lack:
+        return Finding("criu library", "missing", lack, "install moorage anew (from its sources: `make setup`)")
+    return Finding("criu library", "ok", path)
 
 
 def _runc(machine: Machine) -> Finding:
@@ -257,13 +264,9 @@ def _limits(machine: Machine) -> Finding:
             f"pods get at most {' and '.join(short)}, and what was saved with higher limits is not restored here"
         )
     told.append("guards are not spared when memory runs out")
-    if machine.limits_library():
-        told.append("jobs of other users than root are saved all the same (moorage-criu-limits.so)")
-    else:
-        told.append("jobs of other users than root cannot be saved, for moorage-criu-limits.so is missing too")
+    told.append("jobs of other users than root are saved all the same (moorage-criu-limits.so)")
     cure = "start the worker with it (docker run --cap-add SYS_RESOURCE; CapabilityBoundingSet= in its unit)"
     cure += ", or with higher limits (LimitNOFILE=, LimitMEMLOCK=)" if short else ""
-    cure += "" if machine.limits_library() else "; install moorage anew for the library"
     return Finding("resource limits", "warning", "; ".join(told), cure)
 
 
@@ -301,6 +304,7 @@ def findings(state: Path | str = DEFAULT_STATE, machine: Machine | None = None) 
         _root(machine),
         _kernel(machine),
         _criu(machine),
+        _criu_library(machine),
         _runc(machine),
         _etcd(machine),
         _program(machine, "nft", ""),

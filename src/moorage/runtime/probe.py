@@ -94,14 +94,14 @@ class Prober:
         hard = resource.getrlimit(getattr(resource, name))[1]
         return 2**64 - 1 if hard == resource.RLIM_INFINITY else hard
 
-    def limits_library(self) -> str:
-        """Path of what lets CRIU read limits where root may not; empty: it was not built."""
-        from moorage.worker.sandbox import criu, native
+    def limits_library(self) -> tuple[str, str]:
+        """Path of what is preloaded into CRIU, and what is wrong with it; empty: nothing."""
+        from moorage.worker.sandbox import criu
 
         try:
-            return str(native.find(criu.LIMITS_LIBRARY, "criu_limits"))
-        except EnvironmentLacking:
-            return ""
+            return str(criu.library()), ""
+        except EnvironmentLacking as error:
+            return "", error.message
 
     def kernel(self) -> str:
         """Release, such as 6.12.0-1-amd64."""
