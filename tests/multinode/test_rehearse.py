@@ -60,6 +60,19 @@ def test_a_job_that_differs_is_told_by_step_rank_and_value(shell: Shell, tmp_pat
     assert len(json.loads(table)["would"]) == 3
 
 
+@pytest.mark.examples
+@pytest.mark.torch
+def test_the_demos_job_is_equal_and_made_to_differ_it_is_told_where(shell: Shell, tmp_path: Path) -> None:
+    done = shell("rehearse", str(EXAMPLES / "digits.yaml"), "--to", "digits")
+    assert done.stdout.splitlines()[-1] == "equal: yes", done.stdout
+    said = shell.refused(Differs, "rehearse", str(EXAMPLES / "digits-differs.yaml"), "--to", "differs")
+    assert "job digits-differs differs after restores: rank 1, step 150, line 151, column 2: expected" in said
+    report = json.loads((tmp_path / "differs" / "report.json").read_text())
+    firsts = [one["first"] for one in report["outputs"] if one["output"].startswith("steps-")]
+    assert [(first["rank"], first["step"]) for first in firsts] == [(0, 151), (1, 150)]
+    assert report["when"]
+
+
 def test_what_cannot_be_rehearsed_is_refused(shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "plain.yaml").write_text("command: [true]\n")
     assert "no section" in shell.refused(UsageError, "rehearse", "plain.yaml")

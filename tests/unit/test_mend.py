@@ -8,7 +8,7 @@ import pytest
 from moorage.errors import CorruptData, EnvironmentLacking
 from moorage.worker import extra_state
 from moorage.worker.extra_record import Extras, PosixLock, SocketOptions, Thread
-from moorage.worker.sandbox import criu, images, mend
+from moorage.worker.sandbox import criu, images, mend, native
 
 
 def _file(kind: int, number: int, **parts: object) -> object:
@@ -44,7 +44,7 @@ def test_a_library_of_another_version_is_not_preloaded(
     assert criu.library().name == criu.LIMITS_LIBRARY  # that of this tree is the right one
     old = tmp_path / criu.LIMITS_LIBRARY
     old.write_bytes(b"\x7fELF before" + mark + b"behind")
-    monkeypatch.setattr(criu.native, "find", lambda *_: old)
+    monkeypatch.setattr(native, "find", lambda *_: old)
     (tmp_path / criu.MENDS_FILE).write_text("z 7 200;")
     with pytest.raises(EnvironmentLacking, match=f"of another version of moorage .{said}") as lacks:
         criu.environment(tmp_path)

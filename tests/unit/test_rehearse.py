@@ -181,6 +181,12 @@ def test_the_difference_is_placed_in_the_story(step: int, told: str) -> None:
     assert told in report.when(first, DONE)
 
 
+def test_a_difference_after_a_move_before_the_first_step_is_not_said_to_be_before_it() -> None:
+    first = compare.Difference(output="s", rank=1, step=3, where="x", expected="1", found="2")
+    early = Done(action="move", at=0.5, checkpoint="j-0001", reached=(4, -1), nodes=("a",))
+    assert report.when(first, [early]) == "after the move by j-0001, at 0.5 s, when no step of rank 1 was seen"
+
+
 def test_the_report_can_be_read_and_plotted() -> None:
     files = [{"s0": b"0 1.0\n1 2.0\n2 3.0\n"}, {"s0": b"0 1.0\n1 2.0\n2 9.0\n"}]
 

@@ -61,9 +61,11 @@ def when(first: Difference | None, done: Sequence[Done]) -> str:
         reached = one.reached[first.rank] if first.rank < len(one.reached) else -1
         begun = saved.get(one.checkpoint, reached)
         saved.setdefault(one.checkpoint, reached)
-        if begun >= 0 and first.step >= begun:
+        if first.step >= begun:
             what = {"checkpoint": "the checkpoint", "back": "going back to", "move": "the move by"}[one.action]
             before = f"{first.step - begun} steps after {what} {one.checkpoint}, at {one.at:.1f} s"
+            if begun < 0:
+                before = f"after {what} {one.checkpoint}, at {one.at:.1f} s, when no step of rank {first.rank} was seen"
     return before
 
 
