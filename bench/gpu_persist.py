@@ -60,8 +60,10 @@ class NoDevice:
     def digests(self, regions: Sequence[Region], key: bytes) -> list[bytes]:
         return [secrets.token_bytes(region.size // CHUNK * 32) for region in regions]
 
-    def stage(self, sources: Sequence[int]) -> Region:
-        return Region(0, len(sources) * CHUNK, 0)
+    def scratch(self, size: int) -> Region:
+        return Region(0, size, 0)
+
+    def gather(self, sources: Sequence[int], region: Region) -> None: ...
 
     def clear(self, address: int, size: int) -> None: ...
 
@@ -73,7 +75,7 @@ class NoDevice:
 
     def unpin(self, slot: Slot) -> None: ...
 
-    def to_host(self, address: int, slot: Slot, size: int) -> None: ...
+    def to_host(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None: ...
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None: ...
 

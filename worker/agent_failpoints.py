@@ -19,6 +19,7 @@ NAMES: tuple[str, ...] = tuple(
         "worker.start.network",
         "worker.start.guard",
         "worker.prepare.record",
+        "worker.gpu.precopy",
         "worker.gpu.quiesce",
         "worker.gpu.capture",
         "worker.gpu.back",

@@ -78,7 +78,8 @@ async def prepare(pod: Pod, order: worker_pb2.AttemptOrder) -> worker_pb2.Prepar
         )
     found = await preflight_pod.look(pod, order.remaining_seconds or preflight_pod.STANDING_SECONDS)
     if not found.objections:
-        await pod_gpu.begin(pod, order.attempt)
+        seconds = order.remaining_seconds or preflight_pod.STANDING_SECONDS
+        await pod_gpu.begin(pod, order.attempt, order.kind, seconds)
         async with step("worker.prepare.record"):
             _enter(pod, order)
         await _tell(pod, order)

@@ -42,6 +42,9 @@ REAL = f"{FOLDER}/libcuda.so.1"
 PROXY = "libcuda.so.1"
 _NICE = 10
 _KEPT_SECONDS = 30.0
+#: 0 in a job's environment: its device memory is never copied while it runs.
+PRECOPY = "MOORAGE_GPU_PRECOPY"
+_PRECOPY_SHARE, _PRECOPY_SECONDS = 0.4, 30.0  # of an attempt's time, and of the order to prepare
 #: What the driver's own part of one process may take of host memory while it is saved, in bytes.
 DRIVER_BYTES = 2 << 30
 
@@ -166,16 +169,31 @@ def _of_driver(file: OpenFile) -> bool:
 # -- a checkpoint
 
 
-async def begin(pod: Pod, attempt: int) -> None:
-    """Before the pause: open the store, make contexts and buffers."""
-    if has(pod) and not pod.gone:
-        record = pod.record
-        label = f"{record.job} attempt {attempt} pod {record.pod} device memory"
-        nice = _NICE if record.kind == "resume" else 0
-        config = pod.node.config
-        await pod.node.gpus.broker.ask(
-            m.Begin(pod.container, attempt, config.store, config.store_settings, label, nice, pod.node.store_key)
-        )
+async def begin(pod: Pod, attempt: int, kind: str, seconds: float) -> None:
+    """Before the pause: open the store, make contexts and buffers, and copy ahead where the pause would be long.
+
+    ``kind``: "stop" where the pod does not run on. ``seconds``: until the attempt's deadline.
+    """
+    if not has(pod) or pod.gone:
+        return
+    record = pod.record
+    broker, config = pod.node.gpus.broker, pod.node.config
+    stops = kind == "stop"
+    order = m.Begin(
+        pod.container,
+        attempt,
+        config.store,
+        config.store_settings,
+        f"{record.job} attempt {attempt} pod {record.pod} device memory",
+        0 if stops else _NICE,
+        pod.node.store_key,
+        stops=stops,
+        folder=str(pod.folder),
+        precopy=pod.spec.env.get(PRECOPY, "1") != "0",
+    )
+    await broker.ask(order)
+    async with step("worker.gpu.precopy"):
+        await broker.ask(m.Precopy(pod.container, attempt, min(_PRECOPY_SECONDS, seconds * _PRECOPY_SHARE)))
 
 
 async def quiesce(pod: Pod, attempt: int, seconds: float) -> Timings:

@@ -18,7 +18,7 @@ from tests.support.gpu_jobs import Watched, environment, explained, last_json, p
 
 pytestmark = [pytest.mark.gpu, pytest.mark.root]
 
-STEPS = ("quiesce", "capture", "back", "fill")
+STEPS = ("precopy", "quiesce", "capture", "back", "fill")
 COMMAND = python("with_cupy.py", "900")
 
 

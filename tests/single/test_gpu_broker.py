@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -23,64 +22,16 @@ from moorage.errors import (
     NotFound,
     Unavailable,
 )
-from moorage.store import Store
-from moorage.store_settings import KEY_VARIABLE, StoreSettings, WrappingKey, inherited_key
+from moorage.store_settings import KEY_VARIABLE, StoreSettings, inherited_key
 from moorage.worker.gpu import messages as m
 from moorage.worker.gpu import ring
 from moorage.worker.gpu.blocks import SavedMemory
 from moorage.worker.gpu.broker import Broker, Devices
 from moorage.worker.gpu.device import CHUNK, Region, Slot
 from moorage.worker.gpu.main import serve
-from moorage.worker.gpu.parked import Parked
+from moorage.worker.gpu.parked import SPARE, Parked
 from tests.support.fake_gpu import FakeDevice, FakeDriver, FakeProcess, content, memory
-
-NONE = StoreSettings()
-
-
-class Rig:
-    """A broker, its device, a store and a folder for sockets."""
-
-    def __init__(self, folder: Path, key: WrappingKey | None = None) -> None:
-        self.key = key
-        self.folder = folder
-        self.device = FakeDevice()
-        self.location = str(folder / "store")
-        self.store = Store.open(self.location, create=True, key=key)
-        self.broker = Broker(Devices(lambda _: self.device, lambda _: 0), FakeDriver)  # type: ignore[arg-type]
-
-    async def attach(self, pod: str) -> Path:
-        path = self.folder / f"{pod}.sock"
-        await self.broker.do(m.Attach(pod, str(path), 1, ["GPU-1"]))
-        return path
-
-    async def known(self, pod: str, size: int) -> None:
-        """Wait until the broker has been told of so many bytes."""
-        async with asyncio.timeout(20):
-            while (await self.broker.do(m.Look(pod))).bytes_total != size:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-
-    async def save(self, pod: str, attempt: int) -> m.Answer:
-        """A whole checkpoint of a pod that runs on."""
-        await self.broker.do(m.Begin(pod, attempt, self.location, NONE, "test", 0, self.key))
-        await self.broker.do(m.Quiesce(pod, attempt, 5.0))
-        await self.broker.do(m.Capture(pod, attempt))
-        await self.broker.do(m.BringBack(pod, 5.0))
-        saved = await self.broker.do(m.Persist(pod, attempt))
-        await self.broker.do(m.Forget(pod, attempt))
-        return saved
-
-
-def run(tmp_path: Path, test: Callable[[Rig], Awaitable[None]], key: WrappingKey | None = None) -> None:
-    async def bounded() -> None:
-        FakeDriver.states.clear()
-        async with asyncio.timeout(60):
-            await test(Rig(tmp_path, key))
-
-    asyncio.run(bounded())
-
-
-def numbers(seed: int, chunks: int) -> bytes:
-    return random.Random(seed).randbytes(chunks * CHUNK)
+from tests.support.gpu_rig import NONE, Rig, numbers, run
 
 
 def test_memory_is_saved_once_and_comes_back_in_another_process(tmp_path: Path) -> None:
@@ -114,7 +65,7 @@ def test_memory_is_saved_once_and_comes_back_in_another_process(tmp_path: Path) 
     run(tmp_path, test)
 
 
-@pytest.mark.parametrize("step", ["open", "digests", "stage"])
+@pytest.mark.parametrize("step", ["open", "digests", "gather"])
 def test_a_device_that_fails_in_the_pause_costs_the_attempt_and_not_the_job(tmp_path: Path, step: str) -> None:
     async def test(rig: Rig) -> None:
         data = numbers(3, 2)
@@ -136,12 +87,14 @@ def test_a_device_that_fails_in_the_pause_costs_the_attempt_and_not_the_job(tmp_
     run(tmp_path, test)
 
 
-def test_a_copy_that_does_not_fit_is_said_and_the_job_runs_on(tmp_path: Path) -> None:
+def test_a_copy_that_fits_nowhere_is_said_and_the_job_runs_on(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
         process = FakeProcess(await rig.attach("pod"), {1: memory(numbers(4, 4))})
         await rig.known("pod", 4 * CHUNK)
-        rig.device.room = 5 * CHUNK
-        with pytest.raises(NoCapacity, match="8 MiB of device memory changed"):
+        rig.device.room = 3 * CHUNK
+        rig.broker.host_room = lambda: SPARE + 1
+        room = "4 MiB on the device, 0 MiB in host memory, 0 MiB on disk"
+        with pytest.raises(NoCapacity, match=f"8 MiB of device memory changed, and there is room for a copy of {room}"):
             await rig.save("pod", 1)
         await rig.broker.do(m.BringBack("pod", 5.0))
         assert process.level == 0 and not process.evicted

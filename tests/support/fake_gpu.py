@@ -35,7 +35,9 @@ class FakeDevice:
         self.room = room
         self.pinned = 0
         self.broken = ""  # the step that fails
+        self.grain = 0  # the size of the largest scratch memory that was asked for
         self._maps: dict[int, mmap.mmap] = {}
+        self._made: dict[int, int] = {}  # bytes of what was made here, by address
         self._next = 0x7F0000000000
         self._copies = threading.local()
         self._slots = [Slot(number, memoryview(bytearray(4 * CHUNK)), threading.Lock()) for number in range(4)]
@@ -71,13 +73,16 @@ class FakeDevice:
         if size > self.free_bytes():
             raise NoCapacity(f"GPU {self.index} has too little free memory")
         descriptor = memory(bytes([0xEE]) * size, self.index)  # not zeros: what is restored must be written
-        return self._map(descriptor, size), descriptor
+        region = self._map(descriptor, size)
+        self._made[region.address] = size
+        return region, descriptor
 
     def close(self, region: Region) -> None:
+        self._made.pop(region.address, None)
         self._maps.pop(region.address).close()
 
     def free_bytes(self) -> int:
-        return self.room - sum(len(mapped) for mapped in self._maps.values())
+        return self.room - sum(self._made.values())
 
     def digests(self, regions: Sequence[Region], key: bytes) -> list[bytes]:
         self._may("digests")
@@ -88,12 +93,23 @@ class FakeDevice:
             found.append(b"".join(blake3(part, key=key).digest() for part in parts))
         return found
 
-    def stage(self, sources: Sequence[int]) -> Region:
-        self._may("stage")
-        descriptor = memory(b"".join(self._read(source, CHUNK) for source in sources))
-        region = self._map(descriptor, len(sources) * CHUNK)
+    def scratch(self, size: int) -> Region:
+        self._may("scratch")
+        if size > self.free_bytes():
+            raise NoCapacity(f"GPU {self.index} has too little free memory")
+        descriptor = os.memfd_create("scratch", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        region = self._map(descriptor, size)
         os.close(descriptor)
+        self._made[region.address] = size
+        self.grain = max(self.grain, size)
         return region
+
+    def gather(self, sources: Sequence[int], region: Region) -> None:
+        self._may("gather")
+        mapped, at = self._at(region.address)
+        for number, source in enumerate(sources):
+            mapped[at + number * CHUNK : at + (number + 1) * CHUNK] = self._read(source, CHUNK)
 
     def clear(self, address: int, size: int) -> None:
         mapped, at = self._at(address)
@@ -110,10 +126,16 @@ class FakeDevice:
     def unpin(self, slot: Slot) -> None:
         self.pinned -= len(slot.view)
 
-    def to_host(self, address: int, slot: Slot, size: int) -> None:
+    def to_host(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
         self._may("to_host")
-        slot.view[:size] = bytes([0xDD]) * size  # nobody may take it before `wait`
-        self._begun(lambda: slot.view.__setitem__(slice(0, size), self._read(address, size)))
+        for offset, _, size in pieces:
+            slot.view[offset : offset + size] = bytes([0xDD]) * size  # nobody may take it before `wait`
+
+        def copy() -> None:
+            for offset, address, size in pieces:
+                slot.view[offset : offset + size] = self._read(address, size)
+
+        self._begun(copy)
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
         self._may("to_device")

@@ -26,7 +26,7 @@ NOT_REACHED: dict[str, str] = (
     }
     | {
         f"{step}.{side}": "needs a GPU; tests/gpu/test_faults.py kills it there"
-        for step in ("worker.gpu.quiesce", "worker.gpu.capture", "worker.gpu.back", "worker.gpu.fill", "gpu.spawn")
+        for step in (*(f"worker.gpu.{step}" for step in ("precopy", "quiesce", "capture", "back", "fill")), "gpu.spawn")
         for side in ("before", "after")
     }
     | {

@@ -19,12 +19,15 @@ from moorage.errors import Conflict, CorruptData, NoCapacity, NotFound
 from moorage.store import Store
 from moorage.worker.gpu import messages as m
 from moorage.worker.gpu.blocks import Block, SavedMemory, SavedProcess, owners, saved
+from moorage.worker.gpu.copies import Copier
 from moorage.worker.gpu.device import Device
 from moorage.worker.gpu.driver import DriverProcess
 from moorage.worker.gpu.fill import fill
 from moorage.worker.gpu.kept import Kept
 from moorage.worker.gpu.memory import PodMemory
-from moorage.worker.gpu.parked import Parked, Place
+from moorage.worker.gpu.parked import KeptBlock, Parked, Place, available
+from moorage.worker.gpu.precopy import Precopy
+from moorage.worker.gpu.reserve import Reserve, share
 from moorage.worker.gpu.save import Saving
 from moorage.worker.gpu.wire import BlockName
 
@@ -58,6 +61,9 @@ class _Attached:
         self.captured = 0
         self.written: m.Answer | None = None
         self.writing: asyncio.Task[m.Answer] | None = None
+        self.ahead: Precopy | None = None
+        self.reserve = Reserve()
+        self.driven = bool(memory.expected)  # the driver saved or restored its processes, or may have
         self.snapshot = SavedMemory()
         self.lock = asyncio.Lock()
         self.warming: asyncio.Task[None] | None = None
@@ -73,6 +79,7 @@ class Broker:
         self._drive = drive
         self._kept = kept
         self.parked = Parked()
+        self.host_room: Callable[[], int] = available
         if kept is not None:
             kept.everything = lambda: [pod.memory.everything() for pod in self._pods.values()]
         self._pods: dict[str, _Attached] = {}
@@ -108,6 +115,10 @@ class Broker:
             return await self._look(pod)
         if isinstance(request, m.Persist):  # beside the running job
             return await self._persist(pod, request)
+        if isinstance(request, m.Precopy):
+            if pod.ahead is not None and self._saving(pod, request.attempt):
+                await pod.ahead.wait(request.seconds)
+            return m.Answer(id=0)
         async with pod.lock:
             match request:
                 case m.Begin():
@@ -139,6 +150,7 @@ class Broker:
         if pod is not None:
             async with pod.lock:
                 await self._end_saving(pod)
+                await asyncio.to_thread(pod.reserve.give_back)
                 if request.keep and pod.quiesced and pod.captured == pod.quiesced:
                     await asyncio.to_thread(self._keep, pod, request.key, request.keep)
                 await pod.memory.close()
@@ -184,9 +196,20 @@ class Broker:
             return m.Answer(id=0)
         await self._end_saving(pod)
         store = await self._store(request)
-        make = Saving(store, label=request.label, nice=request.nice, devices=len(pod.gpus))
-        await asyncio.to_thread(self._warm, pod)
+        copier = Copier(Path(request.folder) if request.folder else None, self.host_room)
+        make = Saving(
+            store,
+            label=request.label,
+            nice=request.nice,
+            devices=len(pod.gpus),
+            copier=copier,
+            in_place=request.stops,
+        )
         pod.saving = request.attempt, make
+        await asyncio.to_thread(self._warm, pod)
+        if request.precopy:
+            pod.ahead = Precopy(make, lambda: _own(pod), self._device(pod))
+            await pod.ahead.begin(stops=request.stops, fresh=not pod.driven)
         return m.Answer(id=0)
 
     def _warm(self, pod: _Attached) -> None:
@@ -206,12 +229,14 @@ class Broker:
             return m.Answer(id=0, bytes_total=sum(block.size for block in pod.snapshot.blocks))
         timings: dict[str, float] = {}
         began = time.monotonic()
+        pod.driven = True
         await pod.memory.quiesce(request.seconds)
         timings["gpu_quiesce"] = time.monotonic() - began
         began = time.monotonic()
         total = await pod.memory.evict(request.seconds)
         timings["gpu_evict"] = time.monotonic() - began
         await asyncio.to_thread(self._place, pod)
+        await asyncio.to_thread(self._hold, pod, pod.memory.driver_bytes, strict=False)
         pod.quiesced = request.attempt
         pod.snapshot = self._snapshot(pod)
         return m.Answer(id=0, bytes_total=total, timings=timings)
@@ -228,6 +253,11 @@ class Broker:
                 if found in places:
                     block.place(places[found])
 
+    def _hold(self, pod: _Attached, saved_bytes: int, *, strict: bool) -> None:
+        """Nobody else may have the room that the driver needs for its own restore."""
+        devices = [self._devices.get(uuid) for uuid in pod.gpus]
+        pod.reserve.hold(devices, share(saved_bytes, len(devices)), strict=strict)
+
     def _snapshot(self, pod: _Attached) -> SavedMemory:
         memory = pod.memory
         return SavedMemory(
@@ -243,6 +273,8 @@ class Broker:
             raise Conflict(f"{pod.memory.label} is not quiesced for attempt {request.attempt}")
         timings: dict[str, float] = {}
         if pod.captured != request.attempt:
+            if pod.ahead is not None:
+                await pod.ahead.stop()
             timings = await asyncio.to_thread(saving.capture, owners(pod.memory.blocks), self._device(pod))
             pod.captured = request.attempt
             # The copies do not change any more: they are on their way while CRIU saves the processes.
@@ -251,7 +283,12 @@ class Broker:
 
     async def _bring_back(self, pod: _Attached, request: m.BringBack) -> m.Answer:
         began = time.monotonic()
-        await pod.memory.bring_back(request.seconds, request.mapping or None)
+        if pod.saving is not None and pod.saving[1].in_place:
+            # It was to stop, and runs on: what was not written yet changes from now on.
+            await self._end_saving(pod)
+        await pod.memory.bring_back(
+            request.seconds, request.mapping or None, lambda: asyncio.to_thread(pod.reserve.give_back)
+        )
         pod.quiesced = 0
         return m.Answer(id=0, timings={"gpu_back": time.monotonic() - began})
 
@@ -290,8 +327,11 @@ class Broker:
     async def _end_saving(self, pod: _Attached) -> None:
         saving, pod.saving, pod.written = pod.saving, None, None
         writing, pod.writing = pod.writing, None
+        ahead, pod.ahead = pod.ahead, None
         if saving is not None:
             saving[1].cancelled.set()
+            if ahead is not None:
+                await ahead.stop()
             if writing is not None:  # nobody may read the copies when they go
                 await asyncio.gather(writing, return_exceptions=True)
             with contextlib.suppress(Exception):  # the device may have failed; what it held is gone with it
@@ -305,6 +345,7 @@ class Broker:
             return m.Answer(id=0)
         store = await self._store(request)
         began = time.monotonic()
+        pod.driven = True
         blocks = await asyncio.to_thread(self._filled, store, pod, request)
         memory.take(request.memory.processes, blocks)
         return m.Answer(id=0, timings={"gpu_fill": time.monotonic() - began})
@@ -315,12 +356,32 @@ class Broker:
         blocks = kept.blocks if kept else {}
         try:
             try:
-                return fill(store, request.memory.blocks, request.contents, self._device(pod), blocks)
+                return self._made(store, pod, request, blocks)
             except NoCapacity:
                 if not self.parked.drop_on_devices():
                     raise
                 log.info("other parked jobs' memory was in the way")
-                return fill(store, request.memory.blocks, request.contents, self._device(pod), blocks)
+                return self._made(store, pod, request, blocks)
+        except BaseException:
+            pod.reserve.give_back()
+            raise
         finally:
             if kept is not None:
                 kept.close()
+
+    def _made(
+        self, store: Store, pod: _Attached, request: m.Fill, kept: dict[BlockName, KeptBlock]
+    ) -> dict[BlockName, Block]:
+        self._hold(pod, request.memory.driver_bytes, strict=True)
+        return fill(store, request.memory.blocks, request.contents, self._device(pod), kept)
+
+
+def _own(pod: _Attached) -> dict[BlockName, Block]:
+    """Those blocks whose memory is here and not another block's, as far as it is known on which GPU they lie."""
+    return {
+        name: block
+        for name, block in pod.memory.blocks.items()
+        if block.descriptors
+        and name == BlockName(block.about.owner, block.about.owner_id)
+        and (block.placed or len(pod.gpus) < 2)
+    }

@@ -184,29 +184,25 @@ class CudaDevice:
             at += size
         return found
 
-    def stage(self, sources: Sequence[int]) -> Region:
+    def scratch(self, size: int) -> Region:
+        self._enter()
+        return self._mapped(self._call(self._cu.cuMemCreate, size, self._properties, 0), size)
+
+    def gather(self, sources: Sequence[int], region: Region) -> None:
         cu, stream = self._cu, self._enter()
-        size = len(sources) * CHUNK
-        handle = self._call(cu.cuMemCreate, size, self._properties, 0)
-        region = self._mapped(handle, size)
         table = (ctypes.c_uint64 * len(sources))(*sources)
+        list_address = self._call(cu.cuMemAlloc, ctypes.sizeof(table))
         try:
-            list_address = self._call(cu.cuMemAlloc, ctypes.sizeof(table))
-            try:
-                self._call(cu.cuMemcpyHtoDAsync, list_address, table, ctypes.sizeof(table), stream)
-                for first in range(0, len(sources), 32768):  # a grid's second dimension ends at 65,535
-                    count = min(32768, len(sources) - first)
-                    self._launch(
-                        stream, "gather", (16, count), ctypes.c_uint64(int(list_address) + first * 8),
-                        ctypes.c_uint64(region.address + first * CHUNK),
-                    )  # fmt: skip
-                self._call(cu.cuStreamSynchronize, stream)
-            finally:
-                cu.cuMemFree(list_address)
-        except BaseException:
-            self.close(region)
-            raise
-        return region
+            self._call(cu.cuMemcpyHtoDAsync, list_address, table, ctypes.sizeof(table), stream)
+            for first in range(0, len(sources), 32768):  # a grid's second dimension ends at 65,535
+                count = min(32768, len(sources) - first)
+                self._launch(
+                    stream, "gather", (16, count), ctypes.c_uint64(int(list_address) + first * 8),
+                    ctypes.c_uint64(region.address + first * CHUNK),
+                )  # fmt: skip
+            self._call(cu.cuStreamSynchronize, stream)
+        finally:
+            cu.cuMemFree(list_address)
 
     def _launch(self, stream: Any, name: str, grid: tuple[int, int], *arguments: Any) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
@@ -267,9 +263,11 @@ class CudaDevice:
         self._enter()
         self._call(self._cu.cuMemFreeHost, _address(slot.view))
 
-    def to_host(self, address: int, slot: Slot, size: int) -> None:
+    def to_host(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
         stream = self._enter()
-        self._call(self._cu.cuMemcpyDtoHAsync, _address(slot.view), address, size, stream)
+        base = _address(slot.view)
+        for offset, address, size in pieces:
+            self._call(self._cu.cuMemcpyDtoHAsync, base + offset, address, size, stream)
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
         stream = self._enter()

@@ -51,8 +51,11 @@ class Device(Protocol):
     def digests(self, regions: Sequence[Region], key: bytes) -> list[bytes]:
         """For each region the 32-byte keyed BLAKE3 digests of its chunks, one after the other."""
 
-    def stage(self, sources: Sequence[int]) -> Region:
-        """A copy, in fresh device memory, of the chunks at these addresses, one after the other."""
+    def scratch(self, size: int) -> Region:
+        """New memory, mapped here, that nobody else can have. Raises `NoCapacity`."""
+
+    def gather(self, sources: Sequence[int], region: Region) -> None:
+        """Copy the chunks at these addresses to ``region``, one after the other."""
 
     def clear(self, address: int, size: int) -> None:
         """Fill with zeros."""
@@ -66,8 +69,8 @@ class Device(Protocol):
     def unpin(self, slot: Slot) -> None:
         """Give back what `pin` gave."""
 
-    def to_host(self, address: int, slot: Slot, size: int) -> None:
-        """Begin to copy ``size`` bytes from the device to the slot's beginning; they are there after `wait`."""
+    def to_host(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
+        """Begin to copy pieces ``(offset in the slot, address, size)`` from the device; they are there after `wait`."""
 
     def to_device(self, slot: Slot, pieces: Sequence[tuple[int, int, int]]) -> None:
         """Begin to copy pieces ``(offset in the slot, address, size)``; the slot is free again after `wait`."""

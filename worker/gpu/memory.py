@@ -296,8 +296,15 @@ class PodMemory:
             raise
         return total
 
-    async def bring_back(self, seconds: float, mapping: dict[str, str] | None = None) -> None:
+    async def bring_back(
+        self,
+        seconds: float,
+        mapping: dict[str, str] | None = None,
+        before_restore: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         """The reverse of `evict` and `quiesce`, in processes that run again (the same ones, or restored ones).
+
+        ``before_restore`` is called when all have come, at the last moment before the driver needs its memory.
 
         Raises `Unavailable` when one does not come back in ``seconds``, `DeviceFailed` what the driver says.
         """
@@ -306,6 +313,8 @@ class PodMemory:
         await self._wait(end)
         everybody = list(self.processes.values())
         drivers = [self._drive(process.pid) for process in everybody]
+        if before_restore is not None:
+            await before_restore()
         await _each(drivers, lambda driver: asyncio.to_thread(driver.restore, mapping))
         await _each(drivers, lambda driver: asyncio.to_thread(driver.unlock))
         await _each([p for p in everybody if p.evicted], self._map)

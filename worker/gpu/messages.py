@@ -36,7 +36,11 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Open the store for an attempt; before the pause. ``key``: if the settings do not name it, as in `Fill`."""
+    """Open the store for an attempt; before the pause. ``key``: if the settings do not name it, as in `Fill`.
+
+    ``stops``: the pod does not run on afterwards. ``folder``: on disk, for copies that fit nowhere else; empty: none.
+    ``precopy``: whether its memory may be copied while it runs, where that pays.
+    """
 
     pod: str
     attempt: int
@@ -45,6 +49,17 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     label: str
     nice: int
     key: WrappingKey | None = None
+    stops: bool = False
+    folder: str = ""
+    precopy: bool = True
+
+
+class Precopy(msgspec.Struct, frozen=True, tag=True):
+    """Wait for the pre-copy that `Begin` began, where the pause has to wait for it; at most ``seconds``."""
+
+    pod: str
+    attempt: int
+    seconds: float
 
 
 class Quiesce(msgspec.Struct, frozen=True, tag=True):
@@ -118,7 +133,7 @@ class Exit(msgspec.Struct, frozen=True, tag=True):
     """End, if no pod is attached."""
 
 
-OfPod = Attach | Look | Begin | Quiesce | Capture | BringBack | Persist | Forget | Fill | Detach
+OfPod = Attach | Look | Begin | Precopy | Quiesce | Capture | BringBack | Persist | Forget | Fill | Detach
 Request = OfPod | ListKept | DropKept | Exit
 
 

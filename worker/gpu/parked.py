@@ -143,7 +143,7 @@ def _to_host(one: KeptBlock, descriptor: int) -> None:
     one.memory = one.device.pin(one.size)
     region = one.device.open(descriptor, one.size)
     try:
-        one.device.to_host(region.address, one.memory, one.size)
+        one.device.to_host(one.memory, [(0, region.address, one.size)])
     finally:
         one.device.wait()
         one.device.close(region)

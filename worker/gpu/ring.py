@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Generic, TypeVar
 
-from moorage.worker.gpu.device import Slot
+from moorage.worker.gpu.device import Device, Slot
 
 T = TypeVar("T")
 
@@ -86,3 +86,34 @@ def share_out(
     for error in errors:
         if error is not None:
             raise error
+
+
+def pump(
+    device: Device,
+    items: Iterable[T],
+    begin: Callable[[T, Slot], None],
+    take: Callable[[T, Slot], None],
+    *,
+    nice: int = 0,
+) -> None:
+    """``begin`` to bring each item to a slot of the device's ring, ``take`` it from there while the next one comes.
+
+    In many threads, as `share_out` says.
+    """
+
+    def work(slot: Slot, other: Slot, mine: Iterator[T]) -> None:
+        before: tuple[T, Slot] | None = None
+        try:
+            for item in mine:
+                begin(item, slot)
+                if before is not None:
+                    take(*before)
+                device.wait()
+                before = item, slot
+                slot, other = other, slot
+            if before is not None:
+                take(*before)
+        finally:
+            device.wait()  # nothing may be copied to a slot that is another's
+
+    share_out(device.slots(), items, work, nice=nice)

@@ -1,66 +1,94 @@
-"""A pod's device memory on its way into the store: hashed and staged in the pause, written beside the running job.
+"""A pod's device memory on its way into the store: hashed in the pause, written beside CRIU's dump and the running job.
 
 Invariants:
 
-* a chunk's name was computed from bytes that nobody could change: the pod was evicted, and what is written is a copy
-  that was made in the same pause;
-* a chunk that is not copied is one that the writer found in the store, under a lease that keeps prune away from it
-  until the pod manifest names it.
+* a chunk's name was computed from bytes that nobody could change: those of a copy, or of the pod's memory while it was
+  evicted; and what is written under it are those bytes;
+* a chunk that is not copied is one that the writer found in the store or brought there itself, under a lease that keeps
+  prune away from it until the pod manifest names it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from blake3 import blake3
 
-from moorage.errors import AttemptAborted, NoCapacity
+from moorage.errors import AttemptAborted, DeviceFailed
 from moorage.store import Chunk, Content, Store, Writer, WriteStats
 from moorage.worker.gpu.blocks import DIGEST, Block, ChangedChunk, changed, saved
+from moorage.worker.gpu.copies import Copier, Copy, OnDevice
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
-from moorage.worker.gpu.ring import at_once, share_out, threads_for
+from moorage.worker.gpu.ring import at_once, pump, threads_for
 from moorage.worker.gpu.wire import BlockName
 
 KIND = "device memory"
 _ZERO = bytes(CHUNK)
 
 
-class Staged:
-    """Copies of chunks, one after the other on the device."""
-
-    def __init__(self, device: Device, region: Region, names: list[bytes]) -> None:
-        self.device = device
-        self.region = region
-        self.names = names
-
-
 class Saving:
     """One attempt of one pod. `capture` in the pause, `write` after it, `close` when the manifest is written.
 
-    ``devices``: how many GPUs the pod has. They are saved side by side.
+    ``devices``: how many GPUs the pod has. They are saved side by side. ``in_place``: the pod does not run on, so that
+    its memory itself is what is written, without a copy.
     """
 
-    def __init__(self, store: Store, *, label: str, nice: int, devices: int = 1) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        label: str,
+        nice: int,
+        devices: int = 1,
+        copier: Copier | None = None,
+        in_place: bool = False,
+    ) -> None:
         self._store = store
         self._writer: Writer = store.writer(label=label, threads=threads_for(devices), nice=nice)
         self._nice = nice
+        self._copier = copier or Copier()
+        self.in_place = in_place
         self._zero = blake3(_ZERO, key=store.key.chunks).digest()
-        self._staged: list[Staged] = []
+        self._copies: list[Copy] = []
         self._names: dict[BlockName, bytes] = {}
         self._blocks: dict[BlockName, Block] = {}
-        self.bytes_changed = 0
-        self.cancelled = threading.Event()
         self._shared: set[bytes] = set()
         self._choosing = threading.Lock()
-        self._chosen: set[bytes] = set()  # copied: what several GPUs have alike is copied once
+        self._wanted: set[bytes] = set()  # what several GPUs have alike is copied once
+        self._ahead: set[bytes] = set()  # written before the pause
+        self.cancelled = threading.Event()
+
+    # -- before the pause
+
+    @property
+    def key(self) -> bytes:
+        """What digests are keyed with."""
+        return self._store.key.chunks
+
+    def known(self, name: bytes) -> bool:
+        """Whether the chunk of this name need not be written."""
+        return name == self._zero or self._writer.has(name)
+
+    def room(self, device: Device) -> int:
+        """Bytes that a copy on the device may take now."""
+        return max(0, self._copier.room(device).device) * CHUNK
+
+    def send(self, device: Device, chunks: Sequence[ChangedChunk], halt: threading.Event) -> None:
+        """Write chunks that lie where nobody changes them, before the pause. ``halt`` ends that early."""
+        fresh = {chunk.name: chunk for chunk in chunks if not self.known(chunk.name)}
+        self._write([OnDevice(device, list(fresh.values()))], halt)
+
+    # -- in the pause
 
     def capture(self, blocks: Mapping[BlockName, Block], device: Callable[[int], Device]) -> dict[str, float]:
         """Hash all of ``blocks`` and copy what the store lacks. Returns seconds by step.
 
-        Raises `NoCapacity` when the copy has no room, `DeviceFailed`. Afterwards the job may have its memory back.
+        Raises `NoCapacity` when copies have no room anywhere, `DeviceFailed`. Afterwards the job may have its memory
+        back, unless the attempt is ``in_place``.
         """
         by_device: dict[int, dict[BlockName, Block]] = {}
         for name, block in blocks.items():
@@ -78,44 +106,43 @@ class Saving:
             for block in blocks.values():
                 regions.append(device.open(block.descriptors[0], block.about.size))
             clock.lap("gpu_open")
-            digests = device.digests(regions, self._store.key.chunks)
+            digests = device.digests(regions, self.key)
             clock.lap("gpu_hash")
             wanted: list[ChangedChunk] = []
             with self._choosing:
                 for (name, block), region, names in zip(blocks.items(), regions, digests, strict=True):
                     self._names[name] = block.names = names
                     self._blocks[name] = block
-                    for chunk in changed(region.address, names, {self._zero}):
-                        if chunk.name in self._chosen or chunk.name in self._shared:
-                            continue
-                        if self._writer.has(chunk.name):
-                            self._shared.add(chunk.name)
-                        else:
-                            self._chosen.add(chunk.name)
-                            wanted.append(chunk)
-            self._stage(device, wanted)
+                    wanted += self._lacking(region, names)
+            if self.in_place:
+                self._copies.append(OnDevice(device, wanted, regions))
+                regions = []
+            elif wanted:
+                for copy in self._copier.copy(device, wanted):
+                    self._copies.append(copy)
             clock.lap("gpu_stage")
         finally:
+            with contextlib.suppress(DeviceFailed):
+                device.wait()  # nothing may be on its way from there any more
             for region in regions:
                 device.close(region)
         clock.lap("gpu_close")
         return timings
 
-    def _stage(self, device: Device, chunks: list[ChangedChunk]) -> None:
-        if not chunks:
-            return
-        size = len(chunks) * CHUNK
-        free = device.free_bytes()
-        if size > free:
-            raise NoCapacity(
-                f"GPU {device.index}: {size >> 20} MiB of device memory changed, and only {free >> 20} MiB are free to "
-                "copy them to",
-                "park the job instead, or leave more device memory free",
-            )
-        region = device.stage([chunk.address for chunk in chunks])
-        with self._choosing:
-            self._staged.append(Staged(device, region, [chunk.name for chunk in chunks]))
-            self.bytes_changed += size
+    def _lacking(self, region: Region, names: bytes) -> list[ChangedChunk]:
+        """Those chunks that have to be written, each once."""
+        found = []
+        for chunk in changed(region.address, names, {self._zero}):
+            if chunk.name in self._wanted or chunk.name in self._shared:
+                continue
+            if not self._writer.has(chunk.name):
+                found.append(chunk)
+                self._wanted.add(chunk.name)
+            elif chunk.name in self._ahead:
+                self._wanted.add(chunk.name)
+            else:
+                self._shared.add(chunk.name)
+        return found
 
     @property
     def bytes_total(self) -> int:
@@ -123,18 +150,33 @@ class Saving:
         return sum(block.about.size for block in self._blocks.values())
 
     @property
+    def bytes_changed(self) -> int:
+        """Of chunks that this checkpoint brings into the store, those of the pre-copy included."""
+        return len(self._wanted) * CHUNK
+
+    @property
     def bytes_shared(self) -> int:
         """Of chunks that the store had before, each counted once."""
         return len(self._shared) * CHUNK
+
+    @property
+    def bytes_ahead(self) -> int:
+        """Of all chunks that were written before the pause; some of them may have changed since."""
+        return len(self._ahead) * CHUNK
+
+    # -- after it
 
     def write(self) -> tuple[dict[str, Content], WriteStats]:
         """Bring the copies into the store; the content of each block by `SavedBlock.content_name`.
 
         Raises `NoCapacity`, `Unavailable`, `AttemptAborted` after `cancelled` was set.
         """
-        at_once([partial(self._write, staged) for staged in self._staged])
-        known = self.bytes_total - self.bytes_changed
-        self._writer.count_known(known, known // CHUNK, kind=KIND)
+        self._write(self._copies, None)
+        known = self.bytes_total - sum(stats.total for stats in self._writer.by_kind.values())
+        if known > 0:
+            self._writer.count_known(known, known // CHUNK, kind=KIND)
+        if self.cancelled.is_set():
+            raise AttemptAborted("the attempt is over")
         stats = self._writer.finish()
         self._drop_copies()
         return {
@@ -142,35 +184,25 @@ class Saving:
             for name, names in self._names.items()
         }, stats
 
-    def _write(self, staged: Staged) -> None:
-        """Each thread writes one slot into its pack while the other is filled from the device."""
-        device = staged.device
-        slots = device.slots()
-        per_slot = len(slots[0].view) // CHUNK
+    def _write(self, copies: Sequence[Copy], halt: threading.Event | None) -> None:
+        """Each copy is closed when it is written. ``halt``: these are ahead of the pause, and may end early."""
+        by_device: dict[int, list[Copy]] = {}
+        for copy in copies:
+            by_device.setdefault(copy.device.index, []).append(copy)
+        ways = [_Way(own) for own in by_device.values()]
+        go_on = partial(self._go_on, halt)
+        for taken in at_once([partial(way.take_all, self._add, go_on, nice=self._nice) for way in ways]):
+            if halt is not None:
+                self._ahead.update(name for names in taken for name in names)
 
-        def add(slot: Slot, names: list[bytes]) -> None:
-            pieces = [(name, slot.view[i * CHUNK : (i + 1) * CHUNK]) for i, name in enumerate(names)]
-            self._writer.add_named(pieces, kind=KIND)
+    def _go_on(self, halt: threading.Event | None) -> bool:
+        if self.cancelled.is_set():
+            raise AttemptAborted("the attempt is over")
+        return halt is None or not halt.is_set()
 
-        def work(slot: Slot, other: Slot, firsts: Iterator[int]) -> None:
-            before: tuple[Slot, list[bytes]] | None = None
-            try:
-                for first in firsts:
-                    if self.cancelled.is_set():
-                        raise AttemptAborted("the attempt is over")
-                    names = staged.names[first : first + per_slot]
-                    device.to_host(staged.region.address + first * CHUNK, slot, len(names) * CHUNK)
-                    if before is not None:
-                        add(*before)
-                    device.wait()
-                    before = slot, names
-                    slot, other = other, slot
-                if before is not None:
-                    add(*before)
-            finally:
-                device.wait()  # nothing may be copied to a slot that is another's
-
-        share_out(slots, range(0, len(staged.names), per_slot), work, nice=self._nice)
+    def _add(self, slot: Slot, names: list[bytes]) -> None:
+        pieces = [(name, slot.view[i * CHUNK : (i + 1) * CHUNK]) for i, name in enumerate(names)]
+        self._writer.add_named(pieces, kind=KIND)
 
     def _content(self, names: bytes) -> Content:
         chunks = [names[at : at + DIGEST] for at in range(0, len(names), DIGEST)]
@@ -185,15 +217,58 @@ class Saving:
         return Content(len(chunks) * CHUNK, parts)
 
     def _drop_copies(self) -> None:
-        for staged in self._staged:
-            staged.device.close(staged.region)
-        self._staged.clear()
+        for copy in self._copies:
+            copy.close()
+        self._copies.clear()
 
     def close(self) -> None:
         """Give the lease and the copies back. Calling it again does nothing."""
         self.cancelled.set()
         self._drop_copies()
         self._writer.abort()
+
+
+class _Way:
+    """Copies of one device on their way through its ring; each is closed when all of it was taken."""
+
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._device = copies[0].device
+        self._copies = copies
+        self._per_slot = len(self._device.slots()[0].view) // CHUNK
+        self._left = [-(-len(copy.names) // self._per_slot) for copy in copies]
+        self._counting = threading.Lock()
+
+    def take_all(
+        self, take: Callable[[Slot, list[bytes]], None], go_on: Callable[[], bool], *, nice: int
+    ) -> list[list[bytes]]:
+        """``take`` each slot with the names of what is in it, from many threads. Returns all names that were taken."""
+        taken: list[list[bytes]] = []
+
+        def begin(part: tuple[int, int], slot: Slot) -> None:
+            copy = self._copies[part[0]]
+            copy.read(part[1], min(self._per_slot, len(copy.names) - part[1]), slot)
+
+        def arrived(part: tuple[int, int], slot: Slot) -> None:
+            number, first = part
+            copy = self._copies[number]
+            names = copy.names[first : first + self._per_slot]
+            take(slot, names)
+            with self._counting:
+                taken.append(names)
+                self._left[number] -= 1
+                done = not self._left[number]
+            if done:
+                copy.close()  # its room is wanted
+
+        pump(self._device, self._parts(go_on), begin, arrived, nice=nice)
+        return taken
+
+    def _parts(self, go_on: Callable[[], bool]) -> Iterator[tuple[int, int]]:
+        for number, copy in enumerate(self._copies):
+            for first in range(0, len(copy.names), self._per_slot):
+                if not go_on():
+                    return
+                yield number, first
 
 
 class _Clock:
