@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moorage.coordinator.client import Job
+from moorage.worker import gpu_host
 from tests.support.cluster import DevCluster
 from tests.support.gpu_jobs import environment, last_json
 
@@ -35,7 +36,10 @@ HOST = "NCCL_HOSTID"
 
 @dataclass(frozen=True)
 class Program:
-    """``script`` with ``arguments``, as ``pods`` times ``per_pod`` ranks; ``slow``: of the job alone."""
+    """``script`` with ``arguments``, as ``pods`` times ``per_pod`` ranks; ``slow``: of the job alone.
+
+    ``gpus``: of a pod; 0: one for each rank, as far as the machine has so many.
+    """
 
     script: str
     arguments: Sequence[str] = ()
@@ -44,10 +48,17 @@ class Program:
     slow: Sequence[str] = ("--uneven", "20")
     env: Mapping[str, str] = field(default_factory=dict)
     device: str = "cuda"
+    gpus: int = 0
 
     @property
     def world(self) -> int:
         return self.pods * self.per_pod
+
+    @property
+    def gpus_per_pod(self) -> int:
+        if self.device != "cuda":
+            return 0
+        return self.gpus or min(self.per_pod, max(1, len(gpu_host.information())))
 
     def command(self, *more: str) -> list[str]:
         """Of one rank."""
@@ -61,12 +72,14 @@ def reference(program: Program, steps: int, seconds: float = _END_SECONDS) -> li
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     ranks = []
+    crowded = program.world > len(gpu_host.information())
     for rank in range(program.world):
         env = environment({**NCCL, **program.env}) | {
             **{"RANK": str(rank), "WORLD_SIZE": str(program.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            **{"LOCAL_RANK": str(rank % program.per_pod), "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
+            **{"LOCAL_RANK": str(rank), "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
             **{"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0"},
-            **{HOST: f"reference-{rank}", "OMP_NUM_THREADS": "1"},
+            **({HOST: f"reference-{rank}"} if crowded else {}),
+            **{"OMP_NUM_THREADS": "1"},
         }
         command = program.command("--steps", str(steps))
         ranks.append(
@@ -100,9 +113,9 @@ class Ranks:
             pods=program.pods,
             ranks_per_pod=program.per_pod,
             rendezvous=True,
-            gpus_per_pod=1 if program.device == "cuda" else 0,
+            gpus_per_pod=program.gpus_per_pod,
             env=environment({**NCCL, **program.env, "MOORAGE_NCCL": "1"}),
-            rank_env={HOST: f"{name}-${{rank}}"},
+            rank_env={HOST: f"{name}-${{rank}}"} if program.per_pod > program.gpus_per_pod else {},
             working_directory=str(PROGRAMS),
             mounts=[f"{self.live}:{self.live}"],
             attempt_deadline=60.0,

@@ -9,7 +9,7 @@ rank.join()
 width = rank.options.width
 layers = [layer for _ in range(rank.options.layers) for layer in (torch.nn.Linear(width, width), torch.nn.GELU())]
 model = torch.nn.Sequential(*layers).to(rank.device)
-parallel = DistributedDataParallel(model, device_ids=[0] if rank.cuda else None, bucket_cap_mb=1)
+parallel = DistributedDataParallel(model, device_ids=[rank.device] if rank.cuda else None, bucket_cap_mb=1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 generator = rank.generator(1)
 for _ in rank.steps():

@@ -42,7 +42,9 @@ class Rank:
         self.nonce = secrets.token_hex(8)
         print(json.dumps({"rank": self.rank, "nonce": self.nonce}), flush=True)
         self.cuda = self.options.device == "cuda"
-        self.device = torch.device("cuda", 0) if self.cuda else torch.device("cpu")
+        # A GPU each, as far as there are so many.
+        number = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count() if self.cuda else 0
+        self.device = torch.device("cuda", number) if self.cuda else torch.device("cpu")
         self._pace = random.Random(f"pace {self.rank} {self.nonce}")
         self.step = 0
         self.began = time.monotonic()
@@ -115,6 +117,7 @@ class Rank:
         self.wait()
         whole = hashlib.sha256()
         for tensor in tensors:
+            tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
             whole.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         seconds = (time.monotonic() - self.began) / max(1, self.step)
         result = {"rank": self.rank, "nonce": self.nonce, "steps": self.step, "digest": int(self.digest)}
