@@ -8,6 +8,7 @@
 
 #include "create.h"
 #include "cuda.h"
+#include "library.h"
 #include "real.h"
 
 namespace moorage::nccl {
@@ -20,10 +21,31 @@ namespace {
 
 // Where the structures of nccl.h have pointers to texts.
 constexpr std::size_t kNetName = 32;
-constexpr std::size_t kCommName = 48;
 constexpr std::size_t kBlocking = offsetof(ConfigHead, blocking);
 constexpr std::size_t kAlgorithm = 40;
 constexpr std::size_t kLongest = 4096;
+constexpr unsigned kFirstNamed = 22700;
+
+// The ncclConfig_t of NCCL 2.27 up to the name, with nothing said.
+struct NamedConfig {
+  ConfigHead head{};
+  char unsaid[Config::kCommName - sizeof(ConfigHead)]{};
+  const char* name = nullptr;
+};
+static_assert(sizeof(NamedConfig) == Config::kCommName + sizeof(char*));
+
+std::vector<char> nothing_said() {
+  const int version = library::version();
+  if (version < static_cast<int>(kFirstNamed)) return {};
+  std::vector<char> bytes(sizeof(NamedConfig));
+  const NamedConfig empty;
+  std::memcpy(bytes.data(), &empty, sizeof empty);
+  const ConfigHead head{sizeof(NamedConfig), kMagic, static_cast<unsigned>(version), kUndefined};
+  std::memcpy(bytes.data(), &head, sizeof head.size + sizeof head.magic + sizeof head.version);
+  constexpr std::size_t kNumbers[] = {16, 20, 24, 28, 40, 44};
+  for (const std::size_t at : kNumbers) std::memcpy(bytes.data() + at, &kUndefined, sizeof kUndefined);
+  return bytes;
+}
 
 std::vector<char> copied(const void* given) {
   if (given == nullptr) return {};
@@ -48,10 +70,24 @@ void Config::keep(std::size_t offset) {
 
 Config Config::communicator(const void* given) {
   Config made;
-  made.bytes_ = copied(given);
+  made.bytes_ = given == nullptr ? nothing_said() : copied(given);
   made.keep(kNetName);
   made.keep(kCommName);
+  made.be_named();
   return made;
+}
+
+void Config::be_named() {
+  if (bytes_.size() < sizeof(NamedConfig) || name() != nullptr) return;
+  texts_.push_back(std::make_shared<std::string>("moorage"));
+  const char* text = texts_.back()->c_str();
+  std::memcpy(bytes_.data() + kCommName, &text, sizeof text);
+}
+
+const char* Config::name() const {
+  const char* text = nullptr;
+  if (bytes_.size() >= sizeof(NamedConfig)) std::memcpy(&text, bytes_.data() + kCommName, sizeof text);
+  return text;
 }
 
 Config Config::collective(const void* given) {

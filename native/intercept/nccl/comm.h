@@ -24,11 +24,16 @@ class Config {
   bool blocking() const;
   // For a call: never blocking underneath. `scratch` holds it.
   void* unblocked(std::vector<char>& scratch) const;
+  // The name by which NCCL knows the communicator: a pointer that no other one has. Null if it has none.
+  const char* name() const;
+  // Where it lies in a ncclConfig_t.
+  static constexpr std::size_t kCommName = 48;
   // Null when none was given.
   void* get() { return bytes_.empty() ? nullptr : bytes_.data(); }
 
  private:
   void keep(std::size_t offset);
+  void be_named();
 
   std::vector<char> bytes_;
   std::vector<std::shared_ptr<std::string>> texts_;

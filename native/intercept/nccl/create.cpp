@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <utility>
 
+#include "blocking.h"
 #include "control.h"
 #include "cuda.h"
 #include "hooks.h"
@@ -61,6 +62,9 @@ int issue(const Making& one) {
 int start(const std::vector<Making>& makings, bool grouped) {
   void* const before = cuda::current_context();
   int result = kSuccess;
+  for (const Making& one : makings) {
+    if (one.parent != nullptr) blocking::off(*one.parent);
+  }
   if (grouped) real::ncclGroupStart();
   for (const Making& one : makings) {
     if (one.comm->context != before) cuda::set_context(one.comm->context);
@@ -95,6 +99,7 @@ bool over(const std::vector<Making>& makings, int& result) {
 void completed(Making& one) {
   Comm& comm = *one.comm;
   comm.making = false;
+  if (one.parent != nullptr) blocking::on(*one.parent);
   if (one.how == Making::How::Split) {
     gate().gone(*one.member);
     if (comm.real == nullptr) return;
@@ -107,9 +112,13 @@ void completed(Making& one) {
     gate().add(comm.member);
   }
   real::ncclCommCuDevice(comm.real, &comm.device);
+  // Whoever has said nothing of a device has the one that NCCL took.
+  if (comm.context == nullptr) comm.context = cuda::primary_context(comm.device);
+  blocking::on(comm);
 }
 
 void failed(Making& one) {
+  if (one.parent != nullptr) blocking::on(*one.parent);
   gate().gone(*one.member);
   one.comm->dead = true;
   one.comm->making = false;

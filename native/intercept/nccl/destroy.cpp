@@ -4,6 +4,7 @@
 #include <chrono>
 #include <ctime>
 
+#include "blocking.h"
 #include "create.h"
 #include "cuda.h"
 #include "real.h"
@@ -63,6 +64,15 @@ namespace {
 
 bool listed(const std::vector<std::string>& names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// Whether one of these names is that of a child of the communicator, which NCCL makes in the parent's name: it is given up
+// with the parent only, and by all members in the same way.
+bool gives_birth(const Comm& comm, const std::vector<std::string>& names) {
+  const std::string begin = std::string(comm.name()) + "/";
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    return name.starts_with(begin) && name.find('/', begin.size()) == std::string::npos;
+  });
 }
 
 // Poll until NCCL has done with all of them.
@@ -157,6 +167,8 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
         door.gone(*comm->member);
       } else if (comm->real == nullptr) {
         continue;
+      } else if (!comm->dead && gives_birth(*comm, again)) {
+        aborted.push_back(std::exchange(comm->real, nullptr));
       } else if (comm->dead) {
         rest.push_back(std::exchange(comm->real, nullptr));
       } else {
@@ -169,6 +181,7 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
   // All are finalized before the first is waited for: several of them may be members of one communicator.
   for (Comm* comm : whole) {
     registered::leave(*comm);
+    blocking::off(*comm);
     const int bad = real::ncclCommFinalize(comm->real);
     if (bad != kSuccess && bad != kInProgress && bad != kAbsent) {
       return {wire::kRefusedByNccl, "ncclCommFinalize of communicator " + std::string(comm->name()) + " answered " +
@@ -220,6 +233,7 @@ Outcome make_anew(const std::string& name, const UniqueId& id, std::int64_t dead
   }
   if (Outcome bad = all_done(members, "the new creation", deadline_ns); bad.status != 0) return bad;
   for (Comm* comm : members) {
+    blocking::on(*comm);
     std::string what;
     if (const int bad = comm->dead ? kSuccess : registered::replay(*comm, what); bad != kSuccess) {
       return {wire::kRefusedByNccl, what + " on communicator " + name + " answered " + std::to_string(bad)};

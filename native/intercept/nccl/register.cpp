@@ -130,6 +130,7 @@ int ncclCommDeregister(void* handle, void* registration) {
 
 int ncclCommWindowDeregister(void* handle, void* window) {
   Comm* comm = of(handle);
+  if (comm == nullptr && handle != nullptr) return real::ncclCommWindowDeregister(handle, window);  // NCCL's own
   const Local local;
   void* const real = window_of(comm, window);
   const int result = real::ncclCommWindowDeregister(real_of(handle), real);

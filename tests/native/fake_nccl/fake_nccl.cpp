@@ -31,11 +31,19 @@
 struct UniqueId {
   char internal[128];
 };
+// ncclConfig_t up to the name.
 struct Config {
-  std::size_t size;
-  unsigned magic;
-  unsigned version;
-  int blocking;
+  std::size_t size = sizeof(Config);
+  unsigned magic = 0;
+  unsigned version = 0;
+  int blocking = 1;
+  int cluster = 4;
+  int least = 1;
+  int most = 32;
+  const char* net = nullptr;
+  int share = 0;
+  int traffic = 0;
+  const char* name = nullptr;
 };
 
 namespace {
@@ -142,7 +150,7 @@ struct Comm {
   std::string key;
   int rank = 0;
   int size = 0;
-  bool blocking = true;
+  Config config;  // the job may find the flag by the name beside it, and change it
   int device = 0;
   std::atomic<int> state{kSuccess};
   std::atomic<bool> aborted{false};
@@ -154,6 +162,9 @@ struct Comm {
   std::map<std::string, std::uint64_t> lanes;
   std::map<int, std::int64_t> reductions;
   std::atomic<int> busy{0};  // threads of its own
+  std::uint64_t last = 0x0280028002800280ULL;  // and ends
+
+  bool blocking() const { return __atomic_load_n(&config.blocking, __ATOMIC_ACQUIRE) != 0; }
 };
 
 std::atomic<int> made_reductions{0};
@@ -168,7 +179,7 @@ Comm& used(void* handle, const char* api) {
 }
 
 int beside(Comm& comm, std::function<int()> work) {
-  if (comm.blocking) return work();
+  if (comm.blocking()) return work();
   comm.state = kInProgress;
   ++comm.busy;
   std::thread([&comm, work = std::move(work)] {
@@ -189,9 +200,16 @@ std::string hexadecimal(const UniqueId& id) {
   return text;
 }
 
-bool is_blocking(const void* config, bool otherwise) {
-  if (config == nullptr) return otherwise;
-  return static_cast<const Config*>(config)->blocking != 0;
+void configure(Comm& comm, const void* given, const Comm* parent) {
+  if (given == nullptr) {
+    if (parent == nullptr) return;
+    comm.config.name = parent->config.name;
+    comm.config.blocking = parent->blocking() ? 1 : 0;
+    return;
+  }
+  const auto* config = static_cast<const Config*>(given);
+  comm.config.blocking = config->blocking != 0 ? 1 : 0;
+  if (config->size >= sizeof(Config)) comm.config.name = config->name;
 }
 
 // ---- operations
@@ -251,6 +269,10 @@ int launch(std::vector<Op> ops) {
 }
 
 int issue(Op op) {
+  if (!op.comm->blocking() && op.comm->config.name != nullptr && std::strcmp(op.comm->config.name, "moorage") == 0) {
+    std::fprintf(stderr, "fake NCCL: a communicator of a job that has said nothing does not block\n");
+    std::abort();
+  }
   if (depth > 0) {
     group.push_back(std::move(op));
     return kSuccess;
@@ -301,14 +323,14 @@ FAKE int ncclCommInitRankConfig(void** out, int ranks, UniqueId id, int rank, vo
   comm->key = hexadecimal(id);
   comm->rank = rank;
   comm->size = ranks;
-  comm->blocking = is_blocking(config, true);
+  configure(*comm, config, nullptr);
   *out = comm;
   auto work = [comm] {
     const std::string key = comm->key + ":init";
     arrive(key, nullptr);
     return static_cast<int>(await(key, comm->size, comm->aborted, nullptr) ? kSuccess : kSystemError);
   };
-  if (depth > 0 && comm->blocking) {
+  if (depth > 0 && comm->blocking()) {
     group_jobs.emplace_back(work);
     return kSuccess;
   }
@@ -322,7 +344,7 @@ FAKE int ncclCommSplit(void* handle, int color, int key, void** out, void* confi
   Comm& parent = used(handle, "ncclCommSplit");
   auto* comm = color < 0 ? nullptr : new Comm;
   const std::string meeting = parent.key + ":split:" + std::to_string(parent.splits++);
-  if (comm != nullptr) comm->blocking = is_blocking(config, parent.blocking);
+  if (comm != nullptr) configure(*comm, config, &parent);
   *out = comm;
   auto work = [&parent, comm, color, key, meeting] {
     arrive(meeting, [&](char* data, bool) {
@@ -349,7 +371,7 @@ FAKE int ncclCommSplit(void* handle, int color, int key, void** out, void* confi
 FAKE int ncclCommShrink(void* handle, int* excluded, int count, void** out, void* config, int) {
   Comm& parent = used(handle, "ncclCommShrink");
   auto* comm = new Comm;
-  comm->blocking = is_blocking(config, parent.blocking);
+  configure(*comm, config, &parent);
   comm->size = parent.size - count;
   comm->rank = parent.rank;
   comm->key = parent.key + ":shrink";
