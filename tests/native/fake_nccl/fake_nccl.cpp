@@ -402,7 +402,7 @@ FAKE int ncclCommGrow(void* handle, int ranks, const UniqueId* id, int rank, voi
   auto* comm = new Comm;
   comm->size = ranks;
   comm->rank = parent == nullptr ? rank : parent->rank;
-  comm->blocking = is_blocking(config, parent == nullptr || parent->blocking);
+  configure(*comm, config, parent);
   const std::string known = id == nullptr ? "" : hexadecimal(*id);
   const std::string meeting = parent == nullptr ? "" : parent->key + ":grow:" + std::to_string(parent->grows++);
   const int size = parent == nullptr ? 0 : parent->size;
