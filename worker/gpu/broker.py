@@ -84,6 +84,7 @@ class Broker:
             kept.everything = lambda: [pod.memory.everything() for pod in self._pods.values()]
         self._pods: dict[str, _Attached] = {}
         self._stores: dict[str, Store] = {}
+        self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def idle(self) -> bool:
@@ -346,34 +347,44 @@ class Broker:
         store = await self._store(request)
         began = time.monotonic()
         pod.driven = True
-        blocks = await asyncio.to_thread(self._filled, store, pod, request)
-        memory.take(request.memory.processes, blocks)
-        return m.Answer(id=0, timings={"gpu_fill": time.monotonic() - began})
-
-    def _filled(self, store: Store, pod: _Attached, request: m.Fill) -> dict[BlockName, Block]:
-        """From what was kept of the pod as far as that goes, the rest from the store."""
+        timings: dict[str, float] = {}
         kept = self.parked.take(request.kept_key)
-        blocks = kept.blocks if kept else {}
+        try:
+            blocks = await asyncio.to_thread(self._filled, store, pod, request, kept.blocks if kept else {}, timings)
+        finally:
+            if kept is not None:  # beside the restore: unpinning takes longer than copying
+                closing = asyncio.create_task(asyncio.to_thread(kept.close))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        memory.take(request.memory.processes, blocks)
+        return m.Answer(id=0, timings=timings | {"gpu_fill": time.monotonic() - began})
+
+    def _filled(
+        self,
+        store: Store,
+        pod: _Attached,
+        request: m.Fill,
+        kept: dict[BlockName, KeptBlock],
+        timings: dict[str, float],
+    ) -> dict[BlockName, Block]:
+        """From what was kept of the pod as far as that goes, the rest from the store."""
+
+        def make() -> dict[BlockName, Block]:
+            self._hold(pod, request.memory.driver_bytes, strict=True)
+            saved = request.memory.blocks
+            return fill(store, saved, request.contents, self._device(pod), kept, timings)
+
         try:
             try:
-                return self._made(store, pod, request, blocks)
+                return make()
             except NoCapacity:
                 if not self.parked.drop_on_devices():
                     raise
                 log.info("other parked jobs' memory was in the way")
-                return self._made(store, pod, request, blocks)
+                return make()
         except BaseException:
             pod.reserve.give_back()
             raise
-        finally:
-            if kept is not None:
-                kept.close()
-
-    def _made(
-        self, store: Store, pod: _Attached, request: m.Fill, kept: dict[BlockName, KeptBlock]
-    ) -> dict[BlockName, Block]:
-        self._hold(pod, request.memory.driver_bytes, strict=True)
-        return fill(store, request.memory.blocks, request.contents, self._device(pod), kept)
 
 
 def _own(pod: _Attached) -> dict[BlockName, Block]:

@@ -12,6 +12,7 @@ from blake3 import blake3
 from moorage.errors import CorruptData, DeviceFailed
 from moorage.store import Content, Store, bulk
 from moorage.worker.gpu.blocks import DIGEST, Block, SavedBlock, told
+from moorage.worker.gpu.clock import Clock
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
 from moorage.worker.gpu.parked import KeptBlock
 from moorage.worker.gpu.ring import share_out, threads_for
@@ -29,15 +30,19 @@ def fill(
     contents: Mapping[str, Content],
     device: Callable[[int], Device],
     kept: Mapping[BlockName, KeptBlock] | None = None,
+    timings: dict[str, float] | None = None,
 ) -> dict[BlockName, Block]:
     """The blocks with their memory, as the processes left them. ``device``: by the index that the blocks speak of.
 
     ``kept``: what was kept of them; it stays the caller's to close, but for descriptors that are handed on.
+    ``timings`` gets the seconds of the steps.
 
     Every byte is verified on the device after it arrived. Raises `NoCapacity`, `DeviceFailed`, `CorruptData`; then
     nothing is left.
     """
+    clock = Clock({} if timings is None else timings)
     held = _usable(store, blocks, contents, kept or {})
+    clock.lap("gpu_fill_plan")
     made: dict[BlockName, Block] = {}
     regions: dict[BlockName, tuple[Device, Region]] = {}
     try:
@@ -58,11 +63,14 @@ def fill(
                     else:
                         held.pop(name, None)
                 regions[name] = (gpu, region)
+        clock.lap("gpu_fill_make")
         lacking = [saved for saved in blocks if BlockName(saved.process, saved.id) not in held]
         _bring(store, _wanted(lacking, contents, regions))
         for gpu, _ in regions.values():
             gpu.wait()
+        clock.lap("gpu_fill_bring")
         _verify(store, blocks, contents, regions, made)
+        clock.lap("gpu_fill_verify")
     except BaseException:
         for block in made.values():
             block.close()
@@ -72,6 +80,7 @@ def fill(
             with contextlib.suppress(DeviceFailed):
                 gpu.wait()  # nothing may be on its way there any more
             gpu.close(region)
+        clock.lap("gpu_fill_close")
     return made
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -21,6 +20,7 @@ from blake3 import blake3
 from moorage.errors import AttemptAborted, DeviceFailed
 from moorage.store import Chunk, Content, Store, Writer, WriteStats
 from moorage.worker.gpu.blocks import DIGEST, Block, ChangedChunk, changed, saved
+from moorage.worker.gpu.clock import Clock
 from moorage.worker.gpu.copies import Copier, Copy, OnDevice
 from moorage.worker.gpu.device import CHUNK, Device, Region, Slot
 from moorage.worker.gpu.ring import at_once, pump, threads_for
@@ -100,7 +100,7 @@ class Saving:
 
     def _capture_on(self, device: Device, blocks: Mapping[BlockName, Block]) -> dict[str, float]:
         timings = dict.fromkeys(("gpu_open", "gpu_hash", "gpu_stage", "gpu_close"), 0.0)
-        clock = _Clock(timings)
+        clock = Clock(timings)
         regions: list[Region] = []
         try:
             for block in blocks.values():
@@ -269,14 +269,3 @@ class _Way:
                 if not go_on():
                     return
                 yield number, first
-
-
-class _Clock:
-    def __init__(self, timings: dict[str, float]) -> None:
-        self._timings = timings
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self._timings[name] += now - self._last
-        self._last = now
