@@ -32,7 +32,7 @@ from moorage.worker.gpu.driver import DriverProcess
 BALLAST = ROOT / "bench" / "programs" / "ballast.py"
 _SECONDS = 600.0
 HEARTBEATS = 5
-_SHOWN = ("frozen", "captured", "restored")
+_SHOWN = ("frozen", "captured", "persisted", "restored")
 
 
 class Control:
