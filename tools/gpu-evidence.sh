@@ -11,6 +11,7 @@
 #   sizes       bench.gpu_checkpoint at 8 and 64 GiB, and with host memory            (3 to 4 minutes)
 #   map         the GPU map: needs two GPUs                                           (1 minute)
 #   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
+#   nccl        programs of two ranks with NCCL: needs two GPUs                       (5 to 7 minutes)
 # Nothing is built when MOORAGE_LIBCUDA_PROXY, MOORAGE_LIBNCCL_PROXY and MOORAGE_INIT name what was built elsewhere.
 # Each stage is bounded, and a stage that fails does not keep the next from running. MOORAGE_COMMIT names the commit.
 set -u
@@ -66,6 +67,15 @@ for name in $stages; do
     sizes) stage sizes 400 "$python" -m bench.gpu_checkpoint --sizes 8,64 --baseline 8 --host 8 --commit "$commit" ;;
     map) stage map 150 bash -c "tests tests/gpu/test_map.py" ;;
     nccl-smoke) LINES_SHOWN=100 stage nccl-smoke 150 bash -c "tests -x -s tests/gpu/test_nccl.py -k two_ranks_of_one_pod" ;;
+    nccl)
+      # CRIU writes some GiB for each checkpoint: into memory, as far as there is much of it.
+      fast=/var/tmp/moorage-nccl-evidence
+      mkdir -p $fast && mount -t tmpfs -o size=60%,mode=755,huge=always tmpfs $fast && export MOORAGE_TEST_FOLDER=$fast
+      export MOORAGE_NCCL_TIMES=${MOORAGE_NCCL_TIMES:-10}
+      LINES_SHOWN=150 stage nccl "${NCCL_SECONDS:-420}" bash -c "tests -s tests/gpu/test_nccl.py -k 'a_program ${NCCL_ONLY:-}'"
+      unset MOORAGE_TEST_FOLDER
+      umount -l $fast
+      ;;
     *) echo "no stage $name" >&2 && failed="$failed $name" ;;
   esac
 done

@@ -56,7 +56,9 @@ class DevCluster:
     ) -> None:
         self.name = f"test-{os.getpid()}-{next(_numbers)}"
         # Not pytest's folder: it may lie on a file system that cannot carry an overlay's upper layer.
-        self.folder = Path(tempfile.mkdtemp(prefix="moorage-test-", dir="/var/tmp"))
+        # On a machine with a slow disk and much memory it may be a tmpfs.
+        place = os.environ.get("MOORAGE_TEST_FOLDER", "/var/tmp")
+        self.folder = Path(tempfile.mkdtemp(prefix="moorage-test-", dir=place))
         self.failpoints = self.folder / "failpoints"
         self.failpoints.mkdir(mode=0o700)
         self._nodes = nodes

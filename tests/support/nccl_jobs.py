@@ -168,9 +168,11 @@ class Ranks:
         return [{name: one.get(name) for name in names} for one in found]
 
 
-def disturb(ranks: Ranks, times: int, seed: int = 0, patience: float = 0.15) -> dict[str, Any]:
+def disturb(
+    ranks: Ranks, times: int, seed: int = 0, patience: float = 0.15, places: Sequence[Sequence[str]] = ()
+) -> dict[str, Any]:
     """Checkpoint the job ``times`` times at random instants; after half of them, in turn, it goes on in fresh pods on
-    other nodes. Seconds of each, and what is known of the cuts."""
+    other nodes: on ``places`` one after another, or each pod on the node after its own. Seconds of each."""
     chance = random.Random(f"{ranks.name} {seed}")
     nodes = ranks.cluster.nodes
     ranks.moves(8, 90.0)
@@ -185,9 +187,9 @@ def disturb(ranks: Ranks, times: int, seed: int = 0, patience: float = 0.15) -> 
         else:
             here = [pod.node for pod in ranks.job.status().pods]
             there = [nodes[(nodes.index(node) + 1) % len(nodes)] for node in here]
-            ranks.job.move(to=there)
+            ranks.job.move(to=list(places[number // 2 % len(places)]) if places else there)
             measured["moves"].append(round(time.monotonic() - began, 2))
-        ranks.moves(4)
+        ranks.moves(1)
         print(f"{ranks.name}: {number + 1} of {times}, steps {ranks.steps()}", flush=True)
     return measured
 
