@@ -23,7 +23,7 @@ from moorage.worker import gpu_host
 from moorage.worker.agent_failpoints import step
 from moorage.worker.gpu import kept
 from moorage.worker.gpu import messages as m
-from moorage.worker.gpu.blocks import SavedMemory
+from moorage.worker.gpu.blocks import KnownProcess, SavedMemory
 from moorage.worker.pod_steps import Timings
 from moorage.worker.preflight import Objection, OpenFile, Process
 from moorage.worker.preflight_gpu import GpuReport, Noted, examine_gpu
@@ -149,7 +149,7 @@ async def look(pod: Pod) -> tuple[list[Objection], frozenset[int]]:
         mig=await asyncio.to_thread(gpu_host.split, tuple(pod.record.gpus)),
         mps=any(name.startswith("CUDA_MPS_") for name in pod.spec.env),
     )
-    return examine_gpu(report), frozenset(process.pid for process in seen.processes)
+    return examine_gpu(report), frozenset(process.host_pid for process in seen.processes)
 
 
 def without_driver(processes: list[Process], on_gpu: frozenset[int]) -> list[Process]:
@@ -191,9 +191,15 @@ async def begin(pod: Pod, attempt: int, kind: str, seconds: float) -> None:
         folder=str(pod.folder),
         precopy=pod.spec.env.get(PRECOPY, "1") != "0",
     )
-    await broker.ask(order)
+    _expect(pod, (await broker.ask(order)).processes)
     async with step("worker.gpu.precopy"):
         await broker.ask(m.Precopy(pod.container, attempt, min(_PRECOPY_SECONDS, seconds * _PRECOPY_SHARE)))
+
+
+def _expect(pod: Pod, processes: list[KnownProcess]) -> None:
+    """Who has to get its memory back, written down here too: a pod must not wait for it for ever, unnoticed."""
+    pod.record.gpu_processes = list(processes)
+    pod.save()
 
 
 async def quiesce(pod: Pod, attempt: int, seconds: float) -> Timings:
@@ -202,6 +208,7 @@ async def quiesce(pod: Pod, attempt: int, seconds: float) -> Timings:
         return {}
     async with step("worker.gpu.quiesce"):
         done = await pod.node.gpus.broker.ask(m.Quiesce(pod.container, attempt, seconds))
+        _expect(pod, done.processes)
     return done.timings
 
 
@@ -226,7 +233,9 @@ async def bring_back(pod: Pod, seconds: float, mapping: dict[str, str] | None = 
         for last in (False, False, True):
             try:
                 await tell(pod)
-                done = await pod.node.gpus.broker.ask(m.BringBack(pod.container, seconds, mapping or {}))
+                order = m.BringBack(pod.container, seconds, mapping or {}, pod.record.gpu_processes)
+                done = await pod.node.gpus.broker.ask(order)
+                _expect(pod, [])
                 return done.timings
             except Unavailable as error:
                 pod.log.warning("the GPU is not back yet", error=str(error))
@@ -256,6 +265,7 @@ async def fill(pod: Pod, manifest: PodManifest) -> Timings:
     if not has(pod) or "gpu" not in manifest.extra:
         return {}
     memory = msgspec.convert(manifest.extra["gpu"], SavedMemory)
+    _expect(pod, [KnownProcess(saved.process, saved.pid, 0, saved.name) for saved in memory.processes])
     config = pod.node.config
     async with step("worker.gpu.fill"):
         done = await pod.node.gpus.broker.ask(

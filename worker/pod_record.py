@@ -16,6 +16,7 @@ import msgspec
 from moorage.errors import CorruptData
 from moorage.v1.types_pb2 import JobSpec
 from moorage.v1.worker_pb2 import Membership
+from moorage.worker.gpu.blocks import KnownProcess
 from moorage.worker.guard.messages import RankState
 from moorage.worker.pod_phase import Phase
 
@@ -77,6 +78,7 @@ class PodRecord(msgspec.Struct, kw_only=True):
     ranks: list[RankState] = []
     gpus: list[str] = []  # UUIDs of the GPUs that the pod has on this node, in its own order
     nccl: SavedNccl = SavedNccl()  # its processes are those of the last capture
+    gpu_processes: list[KnownProcess] = []  # that have to get their device memory back; empty: all have it
     gpu_mapping: dict[str, str] = {}  # which GPU took the place of which at the restore; empty: none moved
 
     def job_spec(self) -> JobSpec:

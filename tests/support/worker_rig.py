@@ -93,6 +93,8 @@ def counter_spec(
 class WorkerRig:
     """``with WorkerRig() as rig``. Everything is gone afterwards, whatever happened."""
 
+    program = "moorage.cli.main"  # whose subcommand `worker` is the daemon
+
     def __init__(self, *, lease_seconds: int = 5) -> None:
         self.cluster = f"rig-{os.getpid()}-{next(_numbers)}"
         self.folder = Path(tempfile.mkdtemp(prefix="moorage-rig-", dir="/var/tmp"))
@@ -188,7 +190,7 @@ class WorkerRig:
                     sys.executable,
                     "-P",
                     "-m",
-                    "moorage.cli.main",
+                    self.program,
                     "worker",
                     "--config",
                     str(self.folder / "worker.toml"),

@@ -74,6 +74,15 @@ class SavedProcess(msgspec.Struct, frozen=True, array_like=True):
     name: str
 
 
+class KnownProcess(msgspec.Struct, frozen=True, array_like=True):
+    """A process of the pod. ``host_pid`` 0: it is being restored."""
+
+    process: int
+    pid: int  # inside the pod
+    host_pid: int
+    name: str
+
+
 class SavedMemory(msgspec.Struct, frozen=True, kw_only=True):
     """All device memory of one pod."""
 

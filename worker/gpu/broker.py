@@ -171,7 +171,7 @@ class Broker:
         free = await asyncio.to_thread(self._free, pod)
         return m.Answer(
             id=0,
-            processes=[m.Seen(process.pid, process.name) for process in pod.memory.processes.values()],
+            processes=pod.memory.known(),
             objections=found,
             bytes_total=sum(block.about.size for block in pod.memory.blocks.values()),
             bytes_free=free,
@@ -194,7 +194,7 @@ class Broker:
 
     async def _begin(self, pod: _Attached, request: m.Begin) -> m.Answer:
         if pod.saving is not None and pod.saving[0] == request.attempt:
-            return m.Answer(id=0)
+            return m.Answer(id=0, processes=pod.memory.known())
         await self._end_saving(pod)
         store = await self._store(request)
         copier = Copier(Path(request.folder) if request.folder else None, self.host_room)
@@ -211,7 +211,7 @@ class Broker:
         if request.precopy:
             pod.ahead = Precopy(make, lambda: _own(pod), self._device(pod))
             await pod.ahead.begin(stops=request.stops, fresh=not pod.driven)
-        return m.Answer(id=0)
+        return m.Answer(id=0, processes=pod.memory.known())
 
     def _warm(self, pod: _Attached) -> None:
         """Contexts, kernels and the pinned ring are made before the pause, not in it."""
@@ -227,7 +227,8 @@ class Broker:
 
     async def _quiesce(self, pod: _Attached, request: m.Quiesce) -> m.Answer:
         if pod.quiesced == request.attempt:
-            return m.Answer(id=0, bytes_total=sum(block.size for block in pod.snapshot.blocks))
+            total = sum(block.size for block in pod.snapshot.blocks)
+            return m.Answer(id=0, bytes_total=total, processes=pod.memory.known())
         timings: dict[str, float] = {}
         began = time.monotonic()
         pod.driven = True
@@ -240,7 +241,7 @@ class Broker:
         await asyncio.to_thread(self._hold, pod, pod.memory.driver_bytes, strict=False)
         pod.quiesced = request.attempt
         pod.snapshot = self._snapshot(pod)
-        return m.Answer(id=0, bytes_total=total, timings=timings)
+        return m.Answer(id=0, bytes_total=total, timings=timings, processes=pod.memory.known())
 
     def _place(self, pod: _Attached) -> None:
         """Ask where memory lies: a process counts what it sees, which CUDA_VISIBLE_DEVICES may have changed."""
@@ -287,6 +288,7 @@ class Broker:
         if pod.saving is not None and pod.saving[1].in_place:
             # It was to stop, and runs on: what was not written yet changes from now on.
             await self._end_saving(pod)
+        pod.memory.expect(request.processes)
         await pod.memory.bring_back(
             request.seconds, request.mapping or None, lambda: asyncio.to_thread(pod.reserve.give_back)
         )

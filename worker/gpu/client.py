@@ -21,6 +21,7 @@ from moorage.worker.guard.wire import pack, unpack
 failpoints.declare("gpu.spawn.before", "gpu.spawn.after")
 
 _SPAWN_SECONDS = 60.0
+PROGRAM = "moorage.worker.gpu"
 _answers = msgspec.msgpack.Decoder(m.Answer)
 
 
@@ -68,7 +69,7 @@ class BrokerClient:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         await failpoints.hit("gpu.spawn.before")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "moorage.worker.gpu", "--folder", str(self.folder),
+            sys.executable, "-P", "-m", PROGRAM, "--folder", str(self.folder),
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             start_new_session=True, cwd="/",
         )  # fmt: skip

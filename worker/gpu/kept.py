@@ -15,22 +15,13 @@ import msgspec
 import structlog
 
 from moorage.worker.gpu import keeper
-from moorage.worker.gpu.blocks import Block
+from moorage.worker.gpu.blocks import Block, KnownProcess
 from moorage.worker.gpu.wire import BlockFlag, BlockName, Memory
 
 log = structlog.get_logger(__name__)
 
 _SECONDS = 10.0
 _AGAIN_SECONDS = 10.0
-
-
-class KnownProcess(msgspec.Struct, frozen=True, array_like=True):
-    """A process of the pod. ``host_pid`` 0: it is being restored."""
-
-    process: int
-    pid: int  # inside the pod
-    host_pid: int
-    name: str
 
 
 class PodNote(msgspec.Struct, frozen=True):

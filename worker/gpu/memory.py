@@ -23,10 +23,10 @@ import structlog
 from moorage.barrier import clock
 from moorage.errors import DeviceFailed, MoorageError, Unavailable
 from moorage.worker.gpu import channel, wire
-from moorage.worker.gpu.blocks import Block, SavedProcess
+from moorage.worker.gpu.blocks import Block, KnownProcess, SavedProcess
 from moorage.worker.gpu.channel import Channel
 from moorage.worker.gpu.driver import DriverProcess
-from moorage.worker.gpu.kept import Everything, Kept, KnownProcess, PodNote, alive
+from moorage.worker.gpu.kept import Everything, Kept, PodNote, alive
 from moorage.worker.gpu.messages import Objection
 from moorage.worker.gpu.process import Asked, CudaProcess, same_file
 from moorage.worker.gpu.wire import BlockName, Memory, Type
@@ -141,12 +141,22 @@ class PodMemory:
 
     def everything(self) -> Everything:
         """For a keeper that knows nothing."""
-        known = [KnownProcess(p.number, p.pod_pid, p.pid, p.name) for p in self.processes.values()]
-        known += [
+        return Everything(self.label, PodNote(self.known()), self.blocks)
+
+    def known(self) -> list[KnownProcess]:
+        """All processes that are here, or have to come."""
+        return [KnownProcess(p.number, p.pod_pid, p.pid, p.name) for p in self.processes.values()] + [
             KnownProcess(saved.process, saved.pid, self._host_pids.get(saved.process, 0), saved.name)
             for saved in self.expected.values()
         ]
-        return Everything(self.label, PodNote(known), self.blocks)
+
+    def expect(self, processes: Iterable[KnownProcess]) -> None:
+        """These have to come, as far as they live, though nobody told of them before."""
+        for known in processes:
+            if known.process not in self.processes and known.process not in self.expected and alive(known):
+                self.expected[known.process] = SavedProcess(known.process, known.pid, known.name)
+                if known.host_pid:
+                    self._host_pids[known.process] = known.host_pid
 
     def take_over(self) -> None:
         """Begin with what an earlier broker had of this pod: its memory, and the processes that will come."""

@@ -12,7 +12,7 @@ import msgspec
 from moorage.errors import WireError
 from moorage.store import Content
 from moorage.store_settings import StoreSettings, WrappingKey
-from moorage.worker.gpu.blocks import SavedMemory
+from moorage.worker.gpu.blocks import KnownProcess, SavedMemory
 
 SOCKET_FILE = "broker.sock"
 LOG_FILE = "broker.log"
@@ -78,11 +78,15 @@ class Capture(msgspec.Struct, frozen=True, tag=True):
 
 
 class BringBack(msgspec.Struct, frozen=True, tag=True):
-    """The reverse of `Quiesce`, in processes that run (again). ``mapping``: GPU UUIDs, old to new."""
+    """The reverse of `Quiesce`, in processes that run (again). ``mapping``: GPU UUIDs, old to new.
+
+    ``processes``: those that have to come, also when broker and keeper are new and know nothing.
+    """
 
     pod: str
     seconds: float
     mapping: dict[str, str] = {}
+    processes: list[KnownProcess] = []
 
 
 class Persist(msgspec.Struct, frozen=True, tag=True):
@@ -144,13 +148,6 @@ class Call(msgspec.Struct, frozen=True):
     request: Request
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """One process that uses CUDA."""
-
-    pid: int  # of the host
-    name: str
-
-
 class Objection(msgspec.Struct, frozen=True):
     """Something that cannot be saved. ``size`` in bytes, 0 where it has none."""
 
@@ -173,7 +170,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
     id: int
     error: WireError | None = None
-    processes: list[Seen] = []
+    processes: list[KnownProcess] = []  # that use CUDA
     objections: list[Objection] = []
     bytes_total: int = 0
     bytes_new: int = 0

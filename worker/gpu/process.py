@@ -14,6 +14,7 @@ from moorage.worker.gpu.channel import Channel
 from moorage.worker.gpu.wire import BlockName, Type
 
 _ANSWER_SECONDS = 60.0
+STATUS_SECONDS = 10.0  # of a process that is running, before anything is touched
 _SYS_KCMP = 312
 _KCMP_FILE = 0
 
@@ -103,7 +104,7 @@ class CudaProcess:
 
     async def status(self) -> str:
         """What the proxy says of itself, as JSON."""
-        return (await self._command(Type.STATUS)).text
+        return (await self.channel.command(Type.STATUS, seconds=STATUS_SECONDS)).text
 
     async def _command(self, kind: Type, body: bytes = b"", descriptor: int = -1) -> wire.Outcome:
         return await self.channel.command(kind, body, seconds=_ANSWER_SECONDS, descriptor=descriptor)
