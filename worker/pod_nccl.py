@@ -16,10 +16,10 @@ import msgspec
 from moorage.errors import DeviceFailed, EnvironmentLacking, Unavailable
 from moorage.nccl_quiesce import control
 from moorage.v1 import worker_pb2
-from moorage.worker import pod_user
+from moorage.worker import gpu_health, inventory, pod_user
 from moorage.worker.agent_failpoints import step
 from moorage.worker.layers.owner import acting_as, owner_of
-from moorage.worker.nccl import libraries
+from moorage.worker.nccl import libraries, sharing
 from moorage.worker.nccl.pod import PodProcesses
 from moorage.worker.pod_environment import rank_environment
 from moorage.worker.pod_record import SavedNccl
@@ -179,6 +179,7 @@ async def look(pod: Pod) -> list[Objection]:
     objections = await asyncio.to_thread(_strangers, pod)
     try:
         found = await processes(pod).refusals()
+        objections += await _crowded(pod)
     except (Unavailable, DeviceFailed) as error:
         return [*objections, Objection("NCCL", error.message, error.hint or "try again", type(error).__name__)]
     for process, refusal in found:
@@ -187,6 +188,17 @@ async def look(pod: Pod) -> list[Objection]:
             Objection(f"{process}{communicator}, {refusal.api}", refusal.why, "do without it, or end it first")
         )
     return objections
+
+
+async def _crowded(pod: Pod) -> list[Objection]:
+    """Ranks that share a GPU where the driver cannot bear it. Raises `Unavailable`, `DeviceFailed`."""
+    if not pod.record.gpus:
+        return []
+    members = await processes(pod).members()
+    if len(members) < 2:
+        return []
+    users = await asyncio.to_thread(sharing.users, gpu_health.library(), pod.record.gpus)
+    return sharing.objections(inventory.driver(), users, members)
 
 
 def _strangers(pod: Pod) -> list[Objection]:

@@ -22,6 +22,7 @@ from moorage.nccl_quiesce import control, wire
 from moorage.nccl_quiesce.model import Order
 from moorage.worker.nccl.link import Link
 from moorage.worker.nccl.process import NcclProcess
+from moorage.worker.nccl.sharing import Member
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -228,3 +229,14 @@ class PodProcesses:
         connected = [process for process in self.processes.values() if process.connected]
         found = await asyncio.gather(*(process.prepare() for process in connected))
         return [(str(process), refusal) for process, some in zip(connected, found, strict=True) for refusal in some]
+
+    async def members(self) -> list[Member]:
+        """Those that have communicators with others. Raises `Unavailable`, `DeviceFailed`."""
+        connected = [process for process in self.processes.values() if process.connected]
+        seen = await asyncio.gather(*(process.look() for process in connected))
+        found = []
+        for process, said in zip(connected, seen, strict=True):
+            if any(handle.size > 1 and handle.state != "gone" for handle in said.report.handles):
+                name = f"rank {process.rank}" if process.rank >= 0 else str(process)
+                found.append(Member(process.link.host_pid, name))
+        return found
