@@ -9,6 +9,7 @@
 #   cold        bench.cold_start                                                      (2 minutes)
 #   programs    tests/gpu: all programs, then the long kernel alone                   (4 to 6 minutes)
 #   sizes       bench.gpu_checkpoint at 8 and 64 GiB, and with host memory            (3 to 4 minutes)
+#   full        bench.gpu_checkpoint on a device that has no room for a copy          (1 to 2 minutes)
 #   map         the GPU map: needs two GPUs                                           (1 minute)
 #   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
 #   nccl        programs of two ranks with NCCL: needs two GPUs                       (5 to 7 minutes)
@@ -65,6 +66,7 @@ for name in $stages; do
       stage faults 420 bash -c "tests -n 2 tests/gpu/test_faults.py"
       ;;
     sizes) stage sizes 400 "$python" -m bench.gpu_checkpoint --sizes 8,64 --baseline 8 --host 8 --commit "$commit" ;;
+    full) stage full 180 "$python" -m bench.gpu_checkpoint --sizes "" --baseline "" --host 0 --full 24 --commit "$commit" ;;
     map) stage map 150 bash -c "tests tests/gpu/test_map.py" ;;
     nccl-smoke) LINES_SHOWN=100 stage nccl-smoke 150 bash -c "tests -x -s tests/gpu/test_nccl.py -k two_ranks_of_one_pod" ;;
     nccl)

@@ -1,8 +1,9 @@
 """Holds device memory and makes steps; changes parts of the memory when told. For `bench.gpu_checkpoint`.
 
-``ballast.py FOLDER GIB [HOST_GIB PINNED_GIB]``. Orders come as FOLDER/do (``touch SHARE SEED`` or ``all``) and are
-answered with FOLDER/done. FOLDER/ready says that the memory stands, FOLDER/gap holds the longest time between two steps
-since the last order ``gap``, in seconds; FOLDER/sum, after an order ``sum``, a digest of all memory.
+``ballast.py FOLDER GIB [HOST_GIB PINNED_GIB [ZERO_GIB]]``, the last on the device, all zeros. Orders come as FOLDER/do
+(``touch SHARE SEED`` or ``all``) and are answered with FOLDER/done. FOLDER/ready says that the memory stands,
+FOLDER/gap holds the longest time between two steps since the last order ``gap``, in seconds; FOLDER/sum, after an order
+``sum``, a digest of all memory.
 """
 
 import os
@@ -27,6 +28,7 @@ generator = torch.Generator("cuda").manual_seed(1)
 blocks = [torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(gib)]
 for block in blocks:
     block.view(torch.int64).random_(generator=generator)
+zeros = [torch.zeros(2**30, dtype=torch.uint8, device="cuda") for _ in range(int(sys.argv[5] if sys.argv[5:] else 0))]
 counter = torch.zeros(1 << 20, device="cuda")
 
 
@@ -41,7 +43,7 @@ def obey(words: list[str]) -> None:
         for block in blocks:
             block.add_(1)
     elif words[0] == "sum":
-        say("sum", " ".join(str(int(block.view(torch.int64).sum())) for block in blocks))
+        say("sum", " ".join(str(int(block.view(torch.int64).sum())) for block in blocks + zeros))
     torch.cuda.synchronize()
 
 
