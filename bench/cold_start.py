@@ -111,8 +111,8 @@ def main() -> int:
     figures: dict[str, Any] = {}
     try:
         warm = Warm(folder)
-        warm.hold(options.gib * 3)
-        warm.free(options.gib * 3)
+        warm.hold(16)
+        warm.free(options.gib * 5)
         figures["cold"] = cold(folder, "cold", options.gib, compiled)
         figures["cold_compiled_before"] = cold(folder, "warm", options.gib, compiled)
         found = list(restored(folder, options.gib, options.rounds, compiled))

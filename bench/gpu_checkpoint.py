@@ -219,6 +219,7 @@ def ours(folder: Path, gib: int, warm: Warm, *, all_changed: bool, host: tuple[i
         if control.sum() != expected:
             raise RuntimeError("the device memory came back wrong")
         for place in ("host", "gpu"):  # where there is no room to keep it, this is a restore from the store
+            warm.free(1.1 * gib + 4 if place == "host" else 0)
             job.park(keep=place)
             began = time.monotonic()
             job.restore(on=["node-2"])
@@ -318,18 +319,18 @@ def main() -> int:
             print(*figures["full"].pop("log"), sep="\n", flush=True)
         if options.host:
             print(f"moorage, {options.host} GiB and 16 + 4 GiB on the host", flush=True)
-            warm.hold(1.1 * options.host + 20)
+            warm.hold(28)
             figures["host_16+4"] = ours(folder, options.host, warm, all_changed=False, host=(16, 4))
             print(*figures["host_16+4"].pop("log"), sep="\n", flush=True)
         for gib in sizes:
             print(f"moorage, {gib} GiB", flush=True)
-            warm.hold(1.1 * gib * (1 + (gib <= 32)) + 4)
+            warm.hold(16)
             figures[f"moorage_{gib}"] = ours(folder, gib, warm, all_changed=gib <= 32)
             print({k: v for k, v in figures[f"moorage_{gib}"].items() if k != "log"}, flush=True)
             print(*figures[f"moorage_{gib}"].pop("log"), sep="\n", flush=True)
             if gib in compared:
                 print(f"driver checkpoint + CRIU, {gib} GiB", flush=True)
-                warm.hold(2.2 * gib + 4)
+                warm.hold(16)
                 figures[f"baseline_{gib}"] = baseline(folder, gib, warm)
                 print(figures[f"baseline_{gib}"], flush=True)
     finally:

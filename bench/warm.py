@@ -25,9 +25,9 @@ class Warm:
         self._files: list[Path] = []
         self._made = 0
 
-    def hold(self, gib: float) -> None:
-        """Have at least so much in hand, as far as the tmpfs has room."""
-        missing = round(gib * _GIB) - len(self._files)
+    def hold(self, spare_gib: float) -> None:
+        """Have all memory in hand but so much: the kernel may otherwise give memory that nobody ever touched."""
+        missing = round((free() - spare_gib) * _GIB)
         began = time.monotonic()
         noise = memoryview(os.urandom(_FILE))
 
@@ -54,8 +54,16 @@ class Warm:
         print(memory(), flush=True)
 
 
+def free() -> float:
+    """GiB that nobody has."""
+    return _said("MemAvailable")
+
+
 def memory() -> str:
     """What the kernel says of its memory, in one line."""
+    return ", ".join(f"{name} {_said(name):.0f} GiB" for name in ("MemTotal", "MemFree", "Shmem"))
+
+
+def _said(name: str) -> float:
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    shown = ("MemTotal", "MemFree", "Shmem")
-    return ", ".join(f"{name} {int(lines[name].split()[0]) / 2**20:.0f} GiB" for name in shown)
+    return int(lines[name].split()[0]) / 2**20

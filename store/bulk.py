@@ -75,11 +75,15 @@ def read(store: Store, run: Run, buffer: memoryview) -> Iterator[Piece]:
         got = source.read_into(run.chunks[0][2].offset, buffer[: run.size])
     finally:
         source.close()
-    if got == run.size and all(_raw(buffer, run, chunk) for chunk in run.chunks):
-        first = run.chunks[0][2].offset
+    first = run.chunks[0][2].offset
+    if got == run.size and all(
+        fmt.is_raw(buffer, place.offset - first, name, length) for name, length, place in run.chunks
+    ):
         for name, length, place in run.chunks:
-            yield Piece(name, place.offset - first + fmt.CHUNK_HEADER, length, verified=False)
+            yield Piece(name, place.offset - first + fmt.CHUNK_HEADER, length, False)
         return
+    if got == run.size:
+        _examine(buffer, run)
     at = 0
     for group in store.reader.groups({name: length for name, length, _ in run.chunks}):
         for opened in group:
@@ -89,10 +93,10 @@ def read(store: Store, run: Run, buffer: memoryview) -> Iterator[Piece]:
             at += length
 
 
-def _raw(buffer: memoryview, run: Run, chunk: tuple[bytes, int, Location]) -> bool:
-    name, length, place = chunk
-    at = place.offset - run.chunks[0][2].offset
-    header = fmt.parse_chunk_header(buffer, at, f"chunk {name.hex()} in pack {run.pack}")
-    if header.name != name or header.plain != length or header.stored != place.stored:
-        raise CorruptData(f"chunk {name.hex()} in pack {run.pack}: the header belongs to another chunk")
-    return header.codec == fmt.CODEC_RAW and header.stored == length
+def _examine(buffer: memoryview, run: Run) -> None:
+    """Raises `CorruptData` where another chunk lies than the index says."""
+    for name, length, place in run.chunks:
+        where = f"chunk {name.hex()} in pack {run.pack}"
+        header = fmt.parse_chunk_header(buffer, place.offset - run.chunks[0][2].offset, where)
+        if header.name != name or header.plain != length or header.stored != place.stored:
+            raise CorruptData(f"{where}: the header belongs to another chunk")

@@ -87,6 +87,22 @@ def parse_chunk_header(data: bytes | bytearray | memoryview, offset: int, where:
     return ChunkHeader(name, codec, plain, stored, cipher, nonce)
 
 
+def is_raw(data: bytes | bytearray | memoryview, offset: int, name: bytes, length: int) -> bool:
+    """Whether the header at ``offset`` is that of this very chunk, stored as it is. The way for many chunks.
+
+    False says nothing more: `parse_chunk_header` finds out what is there instead.
+    """
+    magic, version, codec, cipher, _, _, _, plain, stored, found = _CHUNK.unpack_from(data, offset)
+    return (
+        found == name
+        and plain == stored == length
+        and codec == CODEC_RAW
+        and not cipher
+        and magic == _CHUNK_MAGIC
+        and version == FORMAT
+    )
+
+
 def seal_chunk(
     sealer: Sealer | None, name: bytes, codec: int, plain: int, payload: bytes | memoryview, key_id: bytes
 ) -> tuple[ChunkHeader, bytes | memoryview]:
