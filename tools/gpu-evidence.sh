@@ -13,6 +13,7 @@
 #   map         the GPU map: needs two GPUs                                           (1 minute)
 #   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
 #   nccl        programs of two ranks with NCCL: needs two GPUs                       (5 to 7 minutes)
+#   two         jobs and speed on two GPUs, most important first, in TWO_SECONDS      (8 minutes)
 # Nothing is built when MOORAGE_LIBCUDA_PROXY, MOORAGE_LIBNCCL_PROXY and MOORAGE_INIT name what was built elsewhere.
 # Each stage is bounded, and a stage that fails does not keep the next from running. MOORAGE_COMMIT names the commit.
 set -u
@@ -41,7 +42,7 @@ stage() { # name, seconds, command...
   local name=$1 seconds=$2 began=$SECONDS
   shift 2
   # In a session of its own: what a stage that is cut off leaves behind ends with it.
-  timeout -k 20 "$seconds" "$@" >"$out/$name.log" 2>&1
+  timeout -s "${SIGNAL:-TERM}" -k 20 "$seconds" "$@" >"$out/$name.log" 2>&1
   local code=$?
   echo "== $name: code $code, $((SECONDS - began)) s"
   tail -"${LINES_SHOWN:-25}" "$out/$name.log" | cut -c1-400
@@ -75,6 +76,32 @@ for name in $stages; do
       mkdir -p $fast && mount -t tmpfs -o size=60%,mode=755,huge=always tmpfs $fast && export MOORAGE_TEST_FOLDER=$fast
       export MOORAGE_NCCL_TIMES=${MOORAGE_NCCL_TIMES:-10}
       LINES_SHOWN=150 stage nccl "${NCCL_SECONDS:-420}" bash -c "tests -s tests/gpu/test_nccl.py -k 'a_program ${NCCL_ONLY:-}'"
+      unset MOORAGE_TEST_FOLDER
+      umount -l $fast
+      ;;
+    two)
+      # Each part gets what the whole has left. SIGINT: it takes down what it has started, since the next one needs the
+      # GPUs for itself.
+      over=$((SECONDS + ${TWO_SECONDS:-455}))
+      fast=/var/tmp/moorage-two-evidence
+      mkdir -p $fast && mount -t tmpfs -o size=100g,mode=755,huge=always tmpfs $fast && export MOORAGE_TEST_FOLDER=$fast
+      part() { # name, seconds, seconds that must stay for others, command...
+        local left=$((over - SECONDS - $3))
+        local seconds=$(($2 < left ? $2 : left))
+        [ $seconds -gt 20 ] || { echo "== $1: no time is left" && failed="$failed $1" && return; }
+        LINES_SHOWN=40 SIGNAL=INT stage "$1" $seconds "${@:4}"
+        for cluster in /run/moorage/dev/*/cluster.json; do # of a part that was killed
+          [ ! -e "$cluster" ] || timeout 40 "$python" -c "import sys; from moorage.dev import cluster; cluster.down(sys.argv[1])" \
+            "$(basename "$(dirname "$cluster")")"
+        done
+        "$python" -m bench.two_gpus --parts '' --tests "$out/two_gpus.jsonl" --commit "$commit" >/dev/null 2>&1
+        cp -f bench/results/two_gpus.json "$out/" 2>/dev/null
+      }
+      two=tests/gpu/test_two_gpus.py
+      part two-ddp 135 30 bash -c "tests -s $two -k data_parallel"
+      part two-bandwidth 90 30 "$python" -m bench.two_gpus --parts bandwidth --commit "$commit"
+      part two-more 300 70 bash -c "tests -s $two -k 'not data_parallel'"
+      part two-speed 110 0 "$python" -m bench.two_gpus --parts speed --commit "$commit"
       unset MOORAGE_TEST_FOLDER
       umount -l $fast
       ;;

@@ -1,6 +1,7 @@
 """Holds device memory and makes steps; changes parts of the memory when told. For `bench.gpu_checkpoint`.
 
-``ballast.py FOLDER GIB [HOST_GIB PINNED_GIB [ZERO_GIB]]``, the last on the device, all zeros. Orders come as FOLDER/do
+``ballast.py FOLDER GIB [HOST_GIB PINNED_GIB [ZERO_GIB]]``, the last on the device, all zeros; device memory is on
+BALLAST_GPUS (1) GPUs by turns. Orders come as FOLDER/do
 (``touch SHARE SEED`` or ``all``) and are answered with FOLDER/done. FOLDER/ready says that the memory stands,
 FOLDER/gap holds the longest time between two steps since the last order ``gap``, in seconds; FOLDER/sum, after an order
 ``sum``, a digest of all memory.
@@ -24,12 +25,18 @@ def say(name: str, text: str = "") -> None:
     os.rename(f"{folder}/{name}.new", f"{folder}/{name}")
 
 
-generator = torch.Generator("cuda").manual_seed(1)
-blocks = [torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(gib)]
+devices = [torch.device("cuda", number) for number in range(int(os.environ.get("BALLAST_GPUS", "1")))]
+generators = [torch.Generator(device).manual_seed(1 + number) for number, device in enumerate(devices)]
+blocks = [torch.empty(2**30, dtype=torch.uint8, device=devices[number % len(devices)]) for number in range(gib)]
 for block in blocks:
-    block.view(torch.int64).random_(generator=generator)
+    block.view(torch.int64).random_(generator=generators[block.device.index])
 zeros = [torch.zeros(2**30, dtype=torch.uint8, device="cuda") for _ in range(int(sys.argv[5] if sys.argv[5:] else 0))]
-counter = torch.zeros(1 << 20, device="cuda")
+counters = [torch.zeros(1 << 20, device=device) for device in devices]
+
+
+def synchronize() -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
 
 
 def obey(words: list[str]) -> None:
@@ -38,21 +45,22 @@ def obey(words: list[str]) -> None:
         chosen = torch.randperm(chunks, generator=torch.Generator().manual_seed(int(words[2])))
         for number in chosen[: max(1, round(chunks * float(words[1])))].tolist():
             part = blocks[number // 512][number % 512 * CHUNK :][:CHUNK]
-            part.view(torch.int64).random_(generator=generator)
+            part.view(torch.int64).random_(generator=generators[part.device.index])
     elif words[0] == "all":
         for block in blocks:
             block.add_(1)
     elif words[0] == "sum":
         say("sum", " ".join(str(int(block.view(torch.int64).sum())) for block in blocks + zeros))
-    torch.cuda.synchronize()
+    synchronize()
 
 
-torch.cuda.synchronize()
+synchronize()
 say("ready")
 longest, last = 0.0, time.time()
 while not os.path.exists(f"{folder}/end"):
-    counter.add_(1.0)
-    torch.cuda.synchronize()
+    for counter in counters:
+        counter.add_(1.0)
+    synchronize()
     now = time.time()
     longest, last = max(longest, now - last), now
     if os.path.exists(f"{folder}/do"):

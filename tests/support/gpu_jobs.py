@@ -114,6 +114,8 @@ def disturbed(
     moves: int = 3,
     seed: int = 0,
     most: int = 3,
+    gpus: int = 1,
+    nodes: tuple[str, str] = ("node-1", "node-2"),
 ) -> dict[str, Any]:
     """Its result after one checkpoint that it ran on from, and ``moves`` kills with a restore in a fresh pod each.
 
@@ -125,17 +127,25 @@ def disturbed(
     job = client.run(
         list(command),
         name=name,
-        gpus_per_pod=1,
+        gpus_per_pod=gpus,
         env=environment(env),
         working_directory=str(PROGRAMS),
+        nodes=list(nodes),
     )
     seen: list[Watched] = []
     with explained(cluster, name, seen):
-        return _disturb(client, job, seen, name, moves, chance, most)
+        return _disturb(client, job, seen, name, moves, chance, most, nodes)
 
 
 def _disturb(
-    client: Client, job: Job, seen: list[Watched], name: str, moves: int, chance: random.Random, most: int
+    client: Client,
+    job: Job,
+    seen: list[Watched],
+    name: str,
+    moves: int,
+    chance: random.Random,
+    most: int,
+    nodes: tuple[str, str],
 ) -> dict[str, Any]:
     watched = Watched(client, name)
     seen.append(watched)
@@ -151,7 +161,7 @@ def _disturb(
         time.sleep(chance.random() * 0.1)
         began = time.monotonic()
         here = job.status().pods[0].node
-        job.move(to=["node-1" if here == "node-2" else "node-2"])
+        job.move(to=[nodes[0] if here == nodes[1] else nodes[1]])
         measured["moves"].append(round(time.monotonic() - began, 2))
     ended = job.wait(timeout=_SECONDS)
     watched.end()

@@ -102,7 +102,7 @@ def reference(program: Program, steps: int, seconds: float = _END_SECONDS) -> li
 class Ranks:
     """The job. ``live``: a folder of the host in all its pods, where the ranks show how far they are."""
 
-    def __init__(self, cluster: DevCluster, name: str, program: Program) -> None:
+    def __init__(self, cluster: DevCluster, name: str, program: Program, nodes: Sequence[str] = ()) -> None:
         self.cluster, self.name, self.program = cluster, name, program
         self.live = cluster.folder / f"live-{name}"
         self.live.mkdir(mode=0o755)
@@ -119,6 +119,7 @@ class Ranks:
             working_directory=str(PROGRAMS),
             mounts=[f"{self.live}:{self.live}"],
             attempt_deadline=60.0,
+            nodes=list(nodes),
         )
 
     def steps(self) -> list[int]:
@@ -169,15 +170,24 @@ class Ranks:
 
 
 def disturb(
-    ranks: Ranks, times: int, seed: int = 0, patience: float = 0.15, places: Sequence[Sequence[str]] = ()
+    ranks: Ranks,
+    times: int,
+    seed: int = 0,
+    patience: float = 0.15,
+    places: Sequence[Sequence[str]] = (),
+    within: float = 600.0,
 ) -> dict[str, Any]:
     """Checkpoint the job ``times`` times at random instants; after half of them, in turn, it goes on in fresh pods on
-    other nodes: on ``places`` one after another, or each pod on the node after its own. Seconds of each."""
+    other nodes: on ``places`` one after another, or each pod on the node after its own. None is begun after ``within``
+    seconds. Seconds of each."""
     chance = random.Random(f"{ranks.name} {seed}")
     nodes = ranks.cluster.nodes
+    end = time.monotonic() + within
     ranks.moves(8, 90.0)
     measured: dict[str, Any] = {"checkpoints": [], "moves": []}
     for number in range(times):
+        if time.monotonic() > end:
+            break
         time.sleep(chance.random() * patience)
         began = time.monotonic()
         if number % 2 == 0:

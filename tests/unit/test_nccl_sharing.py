@@ -59,3 +59,12 @@ def test_what_nvml_does_not_tell_is_left_out() -> None:
     assert users(nvml, ["GPU-a", "GPU-b"]) == {"GPU-a": {5, 6}}
     assert nvml.open == 0
     assert users(None, ["GPU-a"]) == {}
+
+
+def test_a_process_works_where_it_has_most_of_its_memory() -> None:
+    class Two(FakeNvml):
+        def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:
+            own, other = (5, 6) if handle == "GPU-a" else (6, 5)
+            return [SimpleNamespace(pid=own, usedGpuMemory=900), SimpleNamespace(pid=other, usedGpuMemory=2)]
+
+    assert users(Two(), ["GPU-a", "GPU-b"]) == {"GPU-a": {5}, "GPU-b": {6}}

@@ -45,20 +45,27 @@ def objections(driver: str, users: Mapping[str, Collection[int]], members: Itera
 
 
 def users(nvml: Any, gpus: Iterable[str]) -> dict[str, set[int]]:
-    """Host pids that have a context on each of these GPUs, as NVML tells; GPUs that it says nothing of are left out."""
-    found: dict[str, set[int]] = {}
+    """Host pids that work on each of these GPUs, as NVML tells; GPUs that it says nothing of are left out.
+
+    A process that NVML lists for several (it has another rank's memory mapped) works on the one where it has most.
+    """
+    listed: dict[str, dict[int, int]] = {}
     if nvml is None:
-        return found
+        return {}
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
-        return found
+        return {}
     try:
         for uuid in gpus:
             with contextlib.suppress(nvml.NVMLError):
                 running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
-                found[uuid] = {process.pid for process in running}
+                listed[uuid] = {process.pid: getattr(process, "usedGpuMemory", None) or 0 for process in running}
     finally:
         with contextlib.suppress(nvml.NVMLError):
             nvml.nvmlShutdown()
-    return found
+    return {uuid: {pid for pid in pids if _works_on(pid, uuid, listed)} for uuid, pids in listed.items()}
+
+
+def _works_on(pid: int, gpu: str, listed: Mapping[str, Mapping[int, int]]) -> bool:
+    return all(listed[gpu][pid] > pids[pid] for uuid, pids in listed.items() if uuid != gpu and pid in pids)
