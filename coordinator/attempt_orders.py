@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import structlog
 
 from moorage.barrier import clock
@@ -253,6 +254,8 @@ async def write_manifest(leader: Leader, job: Job, order: WriteManifest) -> None
         name, generation = leader.store.name_of(manifest), await leader.read_generation()
         job.post(ev.Written(time=time.time(), of=order, manifest=name, generation=generation, waiting=waiting))
         return
+    if job.cut:
+        manifest = msgspec.structs.replace(manifest, extra={**manifest.extra, "nccl_cut": job.cut})
     try:
         name = await asyncio.to_thread(leader.store.write_global_manifest, manifest)
         generation = await leader.read_generation()

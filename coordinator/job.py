@@ -54,6 +54,7 @@ class Job:
         self.votes: dict[str, int] = {}  # of the attempt under way: step to number of pods
         self.gates_closed = 0.0  # since when (CLOCK_BOOTTIME) NCCL's gates are; 0: as far as is known they are open
         self.gates_seconds = 0.0  # how long they were, the last time
+        self.cut: dict[str, Any] = {}  # what is known of the last one, where this coordinator has led it
         self.orders: dict[Order, asyncio.Task[None]] = {}
         self.log = log.bind(job=state.job, trace=state.trace)
         self._leaving: set[asyncio.Task[None]] = set()  # cancelled, not yet gone

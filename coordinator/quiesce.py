@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -29,7 +29,7 @@ from moorage.errors import AttemptAborted, DeadlineExceeded
 from moorage.nccl_quiesce import control, driver, rebuild
 from moorage.nccl_quiesce.control import Done, Ids
 from moorage.nccl_quiesce.cut import Cut, Memory, Settings
-from moorage.nccl_quiesce.model import Abort, Decision, Snapshot
+from moorage.nccl_quiesce.model import Abort, Decision, Short, Snapshot
 from moorage.nccl_quiesce.rounds import Pace, Rounds
 
 if TYPE_CHECKING:
@@ -55,16 +55,36 @@ _AGAIN_SECONDS = 90.0
 PACE = Pace(shortest=0.002, longest=0.05, again=1.0)
 
 
+#: Of those who were behind when the gates closed, so many are written down.
+_BEHIND_WRITTEN = 32
+
+
 class _Cut(Cut):
-    """``unequal``: whether somebody was behind when the gates had closed."""
+    """``behind``: who was behind when the gates had closed; None before that."""
 
     picture = rebuild.Survivors
-    unequal: bool | None = None
+    behind: list[Short] | None = None
 
     def decide(self, memory: Memory, snapshots: Mapping[int, Snapshot], now: float) -> tuple[Memory, Decision]:
-        if self.unequal is None:
-            self.unequal = bool(self.picture(snapshots).behind)
+        if self.behind is None:
+            self.behind = [short for some in self.picture(snapshots).behind.values() for short in some.values()]
         return super().decide(memory, snapshots, now)
+
+    def record(self, rounds: Rounds, seconds: float, communicators: int) -> dict[str, Any]:
+        """What the log and the checkpoint's manifest say of it; ``behind``: rank, communicator, kind, count, need."""
+        behind = self.behind or []
+        return {
+            "processes": len(rounds.ranks),
+            "rounds": rounds.round,
+            "slides": rounds.slides,
+            "unequal": bool(behind),
+            "behind": [
+                [short.rank, short.lane.communicator, short.lane.kind, short.count, short.need]
+                for short in behind[:_BEHIND_WRITTEN]
+            ],
+            "communicators": communicators,
+            "seconds": round(seconds, 4),
+        }
 
 
 @contextlib.asynccontextmanager
@@ -98,7 +118,7 @@ async def close(leader: Leader, job: Job, incarnation: int, seconds: float) -> N
     until = clock.now() + min(_LONGEST, seconds * _SHARE)
     async with _fleet(leader, job, incarnation) as fleet:
         await fleet.look(_OPEN_SECONDS)
-        job.gates_seconds = 0.0
+        job.gates_seconds, job.cut = 0.0, {}
         if fleet.processes and not job.gates_closed:
             job.gates_closed = clock.now()
         while fleet.processes and not fleet.parted:
@@ -122,16 +142,8 @@ async def _cut(fleet: Fleet, until: float, job: Job) -> bool:
     if fleet.processes.keys() != before:
         job.log.info("other processes use NCCL now: the cut is made anew", cut=number)
         return False  # the gates that are closed take part in the next one as they are
-    job.log.info(
-        "cut",
-        cut=number,
-        processes=len(before),
-        rounds=rounds.round,
-        slides=rounds.slides,
-        unequal=cut.unequal,
-        communicators=len(result.plan.rebuild),
-        seconds=round(clock.now() - began, 4),
-    )
+    job.cut = cut.record(rounds, clock.now() - began, len(result.plan.rebuild))
+    job.log.info("cut", cut=number, **job.cut)
     async with _step("destroy"):
         orders = rebuild.parts(result.plan, number, fleet.processes)
         await fleet.each("destroy", orders, Done, _DESTROY_SECONDS)

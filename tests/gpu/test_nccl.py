@@ -96,6 +96,12 @@ def goes_on(cluster: DevCluster, name: str, case: Case) -> dict[str, Any]:
             **{"equal": equal, "nonce_survived": True, "checkpoints": len(measured["checkpoints"])},
             **{"moves": len(measured["moves"]), "unequal": sum(bool(cut["unequal"]) for cut in cuts)},
             **{"cut_seconds": [cut["seconds"] for cut in cuts], "slides": sum(cut["slides"] or 0 for cut in cuts)},
+            "communicators": max((cut["communicators"] for cut in cuts), default=0),
+            # Of each cut: how many lanes were unequal, and how far the furthest was behind.
+            "behind": [
+                [len(cut["behind"]), max((need - count for *_, count, need in cut["behind"]), default=0)]
+                for cut in cuts
+            ],
             **{"seconds": measured},
         }
         _told(line)

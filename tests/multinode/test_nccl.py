@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from moorage.errors import AttemptAborted, MoorageError, Refused
+from moorage.store import Store
 from tests.programs.nccl_ranks import expected_digest
 from tests.support.cluster import DevCluster
 
@@ -140,6 +141,12 @@ def test_the_proxy_in_the_place_of_a_library_carries_a_job_through(cluster: DevC
     cuts = [line for line in cluster.log("coordinator").splitlines() if job.id in line and '"event": "cut"' in line]
     assert len(cuts) >= 4 and all('"processes": 4' in line and '"communicators": 0' not in line for line in cuts)
     assert any('"unequal": true' in line for line in cuts)
+    # A checkpoint says of its cut how far apart the ranks were when it began.
+    folder = cluster.folder / "state" / "store"
+    names = [path.name for path in (folder / "checkpoints").iterdir()]
+    found = [Store.open(str(folder)).read_global_manifest(name).extra["nccl_cut"] for name in names]
+    assert found and all(one["processes"] == 4 and one["unequal"] == bool(one["behind"]) for one in found)
+    assert all(count < need for one in found for *_, count, need in one["behind"])
 
 
 @pytest.mark.root

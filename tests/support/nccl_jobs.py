@@ -165,7 +165,7 @@ class Ranks:
         """What the coordinator said of the cuts of this job."""
         logged = (line for line in self.cluster.log("coordinator").splitlines() if self.job.id in line)
         found = [json.loads(line) for line in logged if '"event": "cut"' in line]
-        names = ("processes", "rounds", "slides", "unequal", "communicators", "seconds")
+        names = ("processes", "rounds", "slides", "unequal", "behind", "communicators", "seconds")
         return [{name: one.get(name) for name in names} for one in found]
 
 
