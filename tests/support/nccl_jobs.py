@@ -66,21 +66,33 @@ class Program:
         return [sys.executable, "-u", script, "--device", self.device, *self.arguments, *more]
 
 
-def reference(program: Program, steps: int, seconds: float = _END_SECONDS) -> list[dict[str, Any]]:
-    """What each rank prints at its end, without moorage and without a pause."""
+def rank_environment(program: Program, rank: int, port: int, hosts: str = "") -> dict[str, str]:
+    """Of a rank that is started by hand. ``hosts``: each is a host of its own to NCCL, by a name that begins so."""
+    return environment({**NCCL, **program.env}) | {
+        **{"RANK": str(rank), "WORLD_SIZE": str(program.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"LOCAL_RANK": str(rank), "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        **{"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0"},
+        **({HOST: f"{hosts}-{rank}"} if hosts else {}),
+    }
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    ranks = []
-    crowded = program.world > len(gpu_host.information())
+        return int(probe.getsockname()[1])
+
+
+def reference(
+    program: Program, steps: int, seconds: float = _END_SECONDS, *, crowded: bool | None = None
+) -> list[dict[str, Any]]:
+    """What each rank prints at its end, without moorage and without a pause. ``crowded``: every rank is a host of its
+    own to NCCL; by default where there are fewer GPUs than ranks."""
+    if crowded is None:
+        crowded = program.world > len(gpu_host.information())
+    port, ranks = free_port(), []
     for rank in range(program.world):
-        env = environment({**NCCL, **program.env}) | {
-            **{"RANK": str(rank), "WORLD_SIZE": str(program.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            **{"LOCAL_RANK": str(rank), "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"},
-            **{"NCCL_NVLS_ENABLE": "0", "NCCL_CUMEM_HOST_ENABLE": "0", "NCCL_RAS_ENABLE": "0"},
-            **({HOST: f"reference-{rank}"} if crowded else {}),
-            **{"OMP_NUM_THREADS": "1"},
-        }
+        env = rank_environment(program, rank, port, "reference" if crowded else "")
         command = program.command("--steps", str(steps))
         ranks.append(
             subprocess.Popen(

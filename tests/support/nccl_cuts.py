@@ -1,0 +1,139 @@
+"""Cuts of a program of several ranks without a pod: the proxy is preloaded, communicators are destroyed and made anew
+while the processes run on. No memory is saved, so that any number of ranks may share a GPU, and a cut costs little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+from moorage.nccl_quiesce.model import Accept
+from moorage.worker.nccl import libraries
+from moorage.worker.sandbox import native
+from tests.support.gpu_jobs import last_json
+from tests.support.nccl_host import Host
+from tests.support.nccl_jobs import PROGRAMS, Program, free_port, rank_environment
+
+_MARGIN = 60
+_STEP_SECONDS = 60.0
+
+
+def proxied() -> dict[str, str]:
+    """The environment that puts the proxy in the place of NVIDIA's NCCL."""
+    found = libraries.find([], dict(os.environ))
+    proxy = native.find(libraries.NAME, "intercept/nccl/moorage-nccl-dir", variable="MOORAGE_LIBNCCL_PROXY")
+    return {"LD_PRELOAD": str(proxy), "MOORAGE_REAL_LIBNCCL": found[0]} if found else {}
+
+
+class CutJob:
+    """``async with CutJob(program, folder, environment) as job``: its ranks, and the host that stops them."""
+
+    def __init__(self, program: Program, folder: Path, extra: dict[str, str]) -> None:
+        self.program, self.folder, self.extra = program, folder, extra
+        self.host = Host(folder / "nccl.sock")
+        self.processes: list[asyncio.subprocess.Process] = []
+        self.outputs = [folder / f"output-{rank}" for rank in range(program.world)]
+
+    async def __aenter__(self) -> CutJob:
+        await self.host.listen()
+        port = free_port()
+        more = ("--folder", str(self.folder), "--until", str(self.folder / "until"), *self.program.slow)
+        for rank, path in enumerate(self.outputs):
+            env = rank_environment(self.program, rank, port, self.folder.name) | self.extra
+            env["MOORAGE_NCCL_SOCKET"] = str(self.host.path)
+            with path.open("wb") as output:
+                process = await asyncio.create_subprocess_exec(
+                    *self.program.command(*more), env=env, cwd=PROGRAMS, stdout=output, stderr=output
+                )
+            self.processes.append(process)
+            self.host.pids.append(process.pid)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+        await self.host.close()
+
+    def steps(self) -> list[int]:
+        """How far each rank is."""
+        paths = [self.folder / f"progress-{rank}" for rank in range(self.program.world)]
+        return [int(path.read_text()) if path.exists() else 0 for path in paths]
+
+    def text(self, rank: int) -> str:
+        """What a rank has printed."""
+        return self.outputs[rank].read_text(errors="replace")
+
+    async def moves(self, least: int = 1, seconds: float = _STEP_SECONDS) -> None:
+        """Until every rank has made some steps more."""
+        wanted = [step + least for step in self.steps()]
+        until = time.monotonic() + seconds
+        while any(now < then for now, then in zip(self.steps(), wanted, strict=True)):
+            ended = [process.returncode for process in self.processes]
+            assert not any(ended), (ended, *(self.text(rank)[-1500:] for rank in range(self.program.world)))
+            assert time.monotonic() < until, (
+                f"no step in {seconds:g} s: {self.steps()}, {wanted} wanted",
+                *(self.text(rank)[-1500:] for rank in range(self.program.world)),
+            )
+            await asyncio.sleep(0.005)
+
+    async def cut(self) -> dict[str, Any]:
+        """Stop, destroy, make anew, go on; seconds of each, and who was behind when the gates had closed."""
+        unequal = self.host.unequal
+        times = [time.monotonic()]
+        result = await self.host.cut(30.0)
+        assert isinstance(result, Accept), (result, *(self.text(rank)[-800:] for rank in range(self.program.world)))
+        times.append(time.monotonic())
+        await self.host.tear_down(result.plan)
+        times.append(time.monotonic())
+        await self.host.rebuild(result.plan)
+        await self.host.open()
+        times.append(time.monotonic())
+        names = ("drained", "destroyed", "running")
+        spans = {name: round(times[i + 1] - times[i], 4) for i, name in enumerate(names)}
+        rounds = self.host.rounds
+        assert rounds is not None
+        return {
+            **spans,
+            "unequal": self.host.unequal > unequal,
+            "rounds": rounds.round,
+            "slides": rounds.slides,
+            "communicators": len(result.plan.rebuild),
+            "again": len(result.plan.again),
+        }
+
+    async def end(self) -> list[dict[str, Any]]:
+        """Stop all ranks at one step; what each printed at its end."""
+        path = self.folder / "until"
+        path.with_suffix(".new").write_text(str(max(self.steps()) + _MARGIN))
+        path.with_suffix(".new").rename(path)
+        async with asyncio.timeout(_STEP_SECONDS):
+            codes = [await process.wait() for process in self.processes]
+        assert not any(codes), (codes, *(self.text(rank)[-1500:] for rank in range(self.program.world)))
+        results = [last_json(self.text(rank).splitlines()) for rank in range(self.program.world)]
+        for rank, result in enumerate(results):
+            first = next(line for line in self.text(rank).splitlines() if line.startswith("{"))
+            assert json.loads(first)["nonce"] == result["nonce"]
+        return results
+
+
+async def cut_again_and_again(
+    program: Program, folder: Path, extra: dict[str, str], times: int, patience: float = 0.1
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The results of a program that is cut ``times`` times at random instants, and what is known of each cut."""
+    chance = random.Random(folder.name)
+    cuts = []
+    async with CutJob(program, folder, extra) as job:
+        await job.moves(4, 120.0)
+        await job.host.present()
+        for _ in range(times):
+            await asyncio.sleep(chance.random() * patience)
+            cuts.append(await job.cut())
+            await job.moves()
+        return await job.end(), cuts
