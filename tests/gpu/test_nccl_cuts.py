@@ -1,6 +1,7 @@
-"""Programs with NVIDIA's NCCL are stopped at random instants, lose all communicators and get new ones. Nothing is saved,
-so 2 and 4 ranks share one GPU, each a host of its own to NCCL. Results are those of an undisturbed run, bit for bit.
-Each test prints one line of JSON, and with ``MOORAGE_GPU_RESULTS`` set writes it to ``nccl_cuts.jsonl`` there.
+"""Programs with NVIDIA's NCCL are stopped at random instants, lose all communicators and get new ones: bit for bit.
+
+Nothing is saved, so 2 and 4 ranks share one GPU, each a host of its own to NCCL. Each test prints one line of JSON, and
+with ``MOORAGE_GPU_RESULTS`` set writes it to ``nccl_cuts.jsonl`` there.
 """
 
 from __future__ import annotations
