@@ -19,7 +19,7 @@ import structlog
 
 from moorage.errors import DeviceFailed, EnvironmentLacking, MoorageError, NoCapacity, NotFound, Unavailable
 from moorage.store import PodManifest
-from moorage.worker import gpu_host
+from moorage.worker import device_nodes, gpu_host
 from moorage.worker.agent_failpoints import step
 from moorage.worker.gpu import kept
 from moorage.worker.gpu import messages as m
@@ -117,17 +117,29 @@ def container(pod: Pod) -> tuple[list[oci.Bind], list[oci.DeviceRule]]:
         return [], []
     host = gpu_host.driver()
     binds = [oci.Bind(source=mount, destination=str(mount), read_only=True) for mount in host.mounts]
-    rules = []
-    for node in [*gpu_host.CONTROL_NODES, *(gpu_host.device_node(uuid) for uuid in pod.record.gpus)]:
-        if node.exists():
-            number = node.stat().st_rdev
-            binds.append(oci.Bind(source=node, destination=str(node), device=True))
-            rules.append(oci.DeviceRule(kind="c", major=os.major(number), minor=os.minor(number)))
+    # Nodes in the pod's own /dev, no mounts: after a move these are others, and CRIU wants every mount again.
+    rules = [
+        oci.DeviceRule(kind="c", major=os.major(number), minor=os.minor(number), node=str(node))
+        for node, number in _nodes(pod).items()
+    ]
     binds.append(oci.Bind(source=_folder(pod), destination=FOLDER))
     binds.append(oci.Bind(source=host.libcuda, destination=REAL, read_only=True))
     proxy = pod.layers.root / podinit.FOLDER.lstrip("/") / PROXY
     binds.append(oci.Bind(source=proxy, destination=str(host.libcuda), read_only=True))
     return binds, rules
+
+
+def _nodes(pod: Pod) -> dict[Path, int]:
+    """The device nodes of the driver and of the pod's GPUs, with their numbers on this host."""
+    nodes = [*gpu_host.CONTROL_NODES, *(gpu_host.device_node(uuid) for uuid in pod.record.gpus)]
+    return {node: node.stat().st_rdev for node in nodes if node.exists()}
+
+
+async def lay_nodes(pod: Pod) -> None:
+    """A restored pod has the nodes that it had when it was saved: give it those of the GPUs that it has now."""
+    if has(pod) and (pids := pod.processes()):
+        wanted = {node.name: number for node, number in _nodes(pod).items()}
+        await asyncio.to_thread(device_nodes.lay, Path("/proc", str(pids[0]), "root", "dev"), wanted)
 
 
 # -- preflight

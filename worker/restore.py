@@ -189,6 +189,7 @@ async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
         done = await pod.ask_once(lambda guard: guard.restore(images, work=work))
         pod_guard.take_status(pod, done.status)
         await asyncio.to_thread(extra_state.give_back, pod.processes(), extras)
+        await pod_gpu.lay_nodes(pod)
     async with step("worker.restore.backlog"):
         if waiting:
             await asyncio.to_thread(backlog.give, pod, waiting)

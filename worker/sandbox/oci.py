@@ -64,6 +64,7 @@ class DeviceRule:
     kind: str  # "c" or "b"
     major: int | None
     minor: int | None
+    node: str = ""  # where the pod's ``/dev`` has it as a node of its own; only with both numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +117,11 @@ def build(pod: PodConfig) -> dict[str, Any]:
         "linux": {
             "namespaces": _namespaces(pod),
             "cgroupsPath": pod.cgroup,
+            "devices": [
+                {"path": rule.node, "type": rule.kind, "major": rule.major, "minor": rule.minor, "fileMode": 0o666}
+                for rule in pod.devices
+                if rule.node
+            ],
             "resources": _resources(pod),
             "seccomp": _seccomp(),
             "maskedPaths": list(_MASKED),
