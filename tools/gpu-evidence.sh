@@ -13,6 +13,7 @@
 #   map         the GPU map: needs two GPUs                                           (1 minute)
 #   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
 #   nccl-cuts   2 and 4 ranks on one GPU lose their communicators and get new ones    (1 to 3 minutes)
+#   nccl-bench  bench.gpu_nccl: what a cut takes, and what the proxy costs             (1 to 2 minutes)
 #   nccl        programs of two ranks with NCCL: needs two GPUs                       (5 to 7 minutes)
 #   two         jobs and speed on two GPUs, most important first, in TWO_SECONDS      (8 minutes)
 # Nothing is built when MOORAGE_LIBCUDA_PROXY, MOORAGE_LIBNCCL_PROXY and MOORAGE_INIT name what was built elsewhere.
@@ -73,6 +74,7 @@ for name in $stages; do
     nccl-smoke) LINES_SHOWN=100 stage nccl-smoke 150 bash -c "tests -x -s tests/gpu/test_nccl.py -k two_ranks_of_one_pod" ;;
     # Nothing is restored, so several programs may share the GPU, with ranks that are processes of their own.
     nccl-cuts) LINES_SHOWN=150 stage nccl-cuts "${CUTS_SECONDS:-200}" bash -c "tests -n 4 -rA tests/gpu/test_nccl_cuts.py" ;;
+    nccl-bench) stage nccl-bench 180 "$python" -m bench.gpu_nccl --commit "$commit" ;;
     nccl)
       # CRIU writes some GiB for each checkpoint: into memory, as far as there is much of it.
       fast=/var/tmp/moorage-nccl-evidence

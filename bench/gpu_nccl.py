@@ -1,0 +1,105 @@
+"""NVIDIA's NCCL behind the libnccl proxy: what a cut takes on real ranks, and what the proxy costs, paired.
+
+    python -m bench.gpu_nccl [--cuts N] [--blocks N] [--commit C]          (from the root of the checkout)
+
+Needs one or more GPUs; two ranks, on a GPU each if there are two, each a host of its own to NCCL. *Cuts*: DDP training
+whose ranks pause at different times is stopped at random instants; from the request until all streams are dry at a
+cut, until all communicators are destroyed, and until they are made anew and the gates are open (what of a checkpoint is
+NCCL's; nothing is saved here). *Cost*: one process calls NCCL with and without the proxy, block by block.
+Writes bench/results/gpu_nccl.json; exit code 1 when a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.report import ROOT, Report, Target, commit, gpu, machine, versions
+from tests.support.nccl_cuts import cut_again_and_again, proxied
+from tests.support.nccl_jobs import Program, free_port, rank_environment
+
+PAIR = ROOT / "bench" / "programs" / "nccl_pair.py"
+MOST = 1.01
+_SECONDS = 150.0
+
+
+def cuts(times: int) -> dict[str, Any]:
+    """Median and worst seconds of the steps of a cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, found = asyncio.run(cut_again_and_again(Program("ddp.py"), Path(folder), proxied(), times))
+    steps = ("drained", "destroyed", "running")
+    figures: dict[str, Any] = {
+        step: {"median": statistics.median(one[step] for one in found), "worst": max(one[step] for one in found)}
+        for step in steps
+    }
+    unequal = sum(one["unequal"] for one in found)
+    return figures | {"cuts": len(found), "unequal": unequal, "slides": sum(one["slides"] for one in found)}
+
+
+def cost(blocks: int) -> dict[str, Any]:
+    """For each kind of work the time behind the proxy by the time without it, pair by pair."""
+    found = proxied()
+    extra = {"NCCL_PROXY": found["LD_PRELOAD"], "MOORAGE_REAL_LIBNCCL": found["MOORAGE_REAL_LIBNCCL"]}
+    program, port = Program("ddp.py"), free_port()
+    command = [sys.executable, str(PAIR), str(blocks)]
+    ranks = [
+        subprocess.Popen(
+            command, env=rank_environment(program, rank, port, "bench") | extra, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(program.world)
+    ]
+    try:
+        output = [rank.communicate(timeout=_SECONDS)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    figures: dict[str, Any] = {}
+    for name, spans in json.loads(output[0].splitlines()[-1]).items():
+        pairs = list(zip(spans["behind the proxy"], spans["without it"], strict=True))
+        figures[name] = {
+            "ratio": statistics.median(behind / bare for behind, bare in pairs),
+            "microseconds behind the proxy": statistics.median(behind for behind, _ in pairs) * 1e6,
+            "microseconds without it": statistics.median(bare for _, bare in pairs) * 1e6,
+            "pairs": len(pairs),
+        }
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cuts", type=int, default=50)
+    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--commit", default="", help="of this tree, where there is no git")
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    targets: list[Target] = []
+    if options.blocks:
+        figures["cost"] = cost(options.blocks)
+        targets += [
+            Target(f"{name}, times slower", one["ratio"], "", "<=", MOST) for name, one in figures["cost"].items()
+        ]
+    if options.cuts:
+        figures["cut"] = cuts(options.cuts)
+        targets += [
+            Target("from request to drained, worst", figures["cut"]["drained"]["worst"], "s", "<=", 2.0),
+            Target("from restored to running, worst", figures["cut"]["running"]["worst"], "s", "<=", 2.0),
+        ]
+    report = Report(
+        bench="gpu_nccl", figures=figures, targets=targets, versions=versions("torch", "nvidia-nccl-cu13"),
+        machine=machine() | gpu(), commit=options.commit or commit(),
+    )  # fmt: skip
+    report.write()
+    report.show()
+    return 0 if report.met() else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
