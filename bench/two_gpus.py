@@ -2,7 +2,7 @@
 
 ``python -m bench.two_gpus [--parts bandwidth,speed] [--gib 8] [--tests FILE]``. Needs two NVIDIA GPUs with a link, and
 root. Each part is written to ``bench/results/two_gpus.json`` when it has been measured; what was there of other parts
-stays if it is of the same commit. ``--tests``: the lines of `tests/gpu/test_two_gpus.py`, to stand beside it.
+stays if it is of the same commit. ``--tests``: what the tests with two GPUs printed, to stand beside it.
 
 Nodes of the dev cluster: node-1 and node-2 give out one GPU each, node-3 both in bus order and node-4 both the other
 way round, so what moves from node-3 to node-4 has its GPUs exchanged.
@@ -290,8 +290,8 @@ def targets(figures: dict[str, Any]) -> list[Target]:
     for line in figures.get("tests", []):
         equal = float(bool(line.get("equal")))
         found.append(Target(f"{line['program']}: results equal to an undisturbed run", equal, "", ">=", 1.0))
-        if "exchanges" in line:
-            times = float(line["checkpoints"] + line["exchanges"])
+        if "checkpoints" in line and line.get("pods", 1) == 1:
+            times = float(line["checkpoints"] + line["moves"])
             found.append(Target(f"{line['program']}: checkpoints", times, "", ">=", 10.0))
     return found
 
@@ -321,7 +321,7 @@ def main() -> int:
     parser.add_argument("--gib", type=int, default=8, help="of each GPU")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--room", type=int, default=160, help="GiB of memory for the store and the images, at most")
-    parser.add_argument("--tests", type=Path, help="two_gpus.jsonl")
+    parser.add_argument("--tests", type=Path, nargs="*", default=[], help="two_gpus.jsonl and nccl.jsonl")
     parser.add_argument("--commit", default="", help="of this tree, where there is no git")
     options = parser.parse_args()
     of = options.commit or commit()
@@ -329,8 +329,9 @@ def main() -> int:
     with contextlib.suppress(OSError, msgspec.DecodeError):
         before = msgspec.json.decode((RESULTS / "two_gpus.json").read_bytes())
         figures = dict(before["figures"]) if before["commit"] == of else {}
-    if options.tests and options.tests.exists():
-        figures["tests"] = [json.loads(line) for line in options.tests.read_text().splitlines()]
+    lines = [line for path in options.tests if path.exists() for line in path.read_text().splitlines()]
+    if lines:
+        figures["tests"] = [json.loads(line) for line in lines]
         write(figures, of)
     failed = False
     for part in [part for part in options.parts.split(",") if part]:
