@@ -30,7 +30,7 @@ import msgspec
 
 from bench.gpu_checkpoint import BALLAST, Control, baseline, environment
 from bench.report import RESULTS, ROOT, Report, Target, commit, gpu, machine, versions
-from bench.warm import Warm
+from bench.warm import Warm, free
 from moorage import Client
 from moorage.config import ClientConfig, load
 from moorage.coordinator.client import Job
@@ -249,7 +249,7 @@ def speed(folder: Path, gib: int, found: dict[str, Any], known: Callable[[], obj
     warm = Warm(folder)
 
     def measure(client: Client, state: Path, name: str, gpus: int, nodes: tuple[str, str]) -> None:
-        warm.hold(1.2 * gib * gpus + 6)
+        warm.hold(free() - 1.2 * gib * gpus - 6)
         found[name] = ours(client, folder, name, gib * gpus, gpus, nodes, warm)
         known()
         lines = [line for path in (state / "log").glob("node-*.log") for line in path.read_text().splitlines()]
@@ -259,7 +259,7 @@ def speed(folder: Path, gib: int, found: dict[str, Any], known: Callable[[], obj
 
     with cluster(folder) as (client, state):
         measure(client, state, "both", 2, ("node-3", "node-4"))
-        warm.hold(2.2 * 2 * gib + 4)
+        warm.hold(free() - 2.2 * 2 * gib - 4)
         os.environ["BALLAST_GPUS"] = "2"
         found["baseline"] = baseline(folder, 2 * gib, warm)
         known()
