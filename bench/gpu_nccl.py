@@ -33,7 +33,7 @@ _SECONDS = 150.0
 def cuts(times: int) -> dict[str, Any]:
     """Median and worst seconds of the steps of a cut."""
     with tempfile.TemporaryDirectory() as folder:
-        _, found = asyncio.run(cut_again_and_again(Program("ddp.py"), Path(folder), proxied(), times))
+        found = asyncio.run(cut_again_and_again(Program("ddp.py"), Path(folder), proxied(), times)).cuts
     steps = ("drained", "destroyed", "running")
     figures: dict[str, Any] = {
         step: {"median": statistics.median(one[step] for one in found), "worst": max(one[step] for one in found)}

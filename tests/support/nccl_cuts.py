@@ -9,8 +9,9 @@ import json
 import os
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moorage.nccl_quiesce.model import Accept
 from moorage.worker.nccl import libraries
@@ -19,7 +20,8 @@ from tests.support.gpu_jobs import last_json
 from tests.support.nccl_host import Host
 from tests.support.nccl_jobs import PROGRAMS, Program, free_port, rank_environment
 
-_MARGIN = 60
+#: Ranks show how far they are every few steps.
+_MARGIN = 12
 _STEP_SECONDS = 60.0
 
 
@@ -31,31 +33,43 @@ def proxied() -> dict[str, str]:
 
 
 class CutJob:
-    """``async with CutJob(program, folder, environment) as job``: its ranks, and the host that stops them."""
+    """``async with CutJob(program, folder, environment) as job``: its ranks, and the host that stops them.
+
+    Beside them runs the same program undisturbed, never ahead of them, for its results (`end`).
+    """
 
     def __init__(self, program: Program, folder: Path, extra: dict[str, str]) -> None:
         self.program, self.folder, self.extra = program, folder, extra
         self.host = Host(folder / "nccl.sock")
         self.processes: list[asyncio.subprocess.Process] = []
-        self.outputs = [folder / f"output-{rank}" for rank in range(program.world)]
+        self._others: list[asyncio.subprocess.Process] = []
 
     async def __aenter__(self) -> CutJob:
         await self.host.listen()
-        port = free_port()
-        more = ("--folder", str(self.folder), "--until", str(self.folder / "until"), *self.program.slow)
-        for rank, path in enumerate(self.outputs):
-            env = rank_environment(self.program, rank, port, self.folder.name) | self.extra
-            env["MOORAGE_NCCL_SOCKET"] = str(self.host.path)
-            with path.open("wb") as output:
+        until = ("--until", str(self.folder / "until"))
+        own = {**self.extra, "MOORAGE_NCCL_SOCKET": str(self.host.path)}
+        more = ("--folder", str(self.folder), *until, *self.program.slow)
+        self.processes = await self._start("rank", more, own)
+        self.host.pids += [process.pid for process in self.processes]
+        other = {
+            name: value for name, value in self.extra.items() if name not in ("LD_PRELOAD", "MOORAGE_REAL_LIBNCCL")
+        }
+        self._others = await self._start("undisturbed", (*until, "--follow", str(self.folder)), other)
+        return self
+
+    async def _start(self, name: str, more: Sequence[str], extra: dict[str, str]) -> list[asyncio.subprocess.Process]:
+        port, started = free_port(), []
+        for rank in range(self.program.world):
+            env = rank_environment(self.program, rank, port, f"{self.folder.name}-{name}") | extra
+            with (self.folder / f"{name}-{rank}.txt").open("wb") as output:
                 process = await asyncio.create_subprocess_exec(
                     *self.program.command(*more), env=env, cwd=PROGRAMS, stdout=output, stderr=output
                 )
-            self.processes.append(process)
-            self.host.pids.append(process.pid)
-        return self
+            started.append(process)
+        return started
 
     async def __aexit__(self, *_: object) -> None:
-        for process in self.processes:
+        for process in (*self.processes, *self._others):
             if process.returncode is None:
                 process.kill()
             await process.wait()
@@ -66,9 +80,9 @@ class CutJob:
         paths = [self.folder / f"progress-{rank}" for rank in range(self.program.world)]
         return [int(path.read_text()) if path.exists() else 0 for path in paths]
 
-    def text(self, rank: int) -> str:
+    def text(self, rank: int, name: str = "rank") -> str:
         """What a rank has printed."""
-        return self.outputs[rank].read_text(errors="replace")
+        return (self.folder / f"{name}-{rank}.txt").read_text(errors="replace")
 
     async def moves(self, least: int = 1, seconds: float = _STEP_SECONDS) -> None:
         """Until every rank has made some steps more."""
@@ -108,25 +122,36 @@ class CutJob:
             "again": len(result.plan.again),
         }
 
-    async def end(self) -> list[dict[str, Any]]:
-        """Stop all ranks at one step; what each printed at its end."""
+    async def end(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Stop all ranks at one step; what each printed at its end, and what those did that nobody has disturbed."""
         path = self.folder / "until"
         path.with_suffix(".new").write_text(str(max(self.steps()) + _MARGIN))
         path.with_suffix(".new").rename(path)
-        async with asyncio.timeout(_STEP_SECONDS):
-            codes = [await process.wait() for process in self.processes]
-        assert not any(codes), (codes, *(self.text(rank)[-1500:] for rank in range(self.program.world)))
-        results = [last_json(self.text(rank).splitlines()) for rank in range(self.program.world)]
-        for rank, result in enumerate(results):
-            first = next(line for line in self.text(rank).splitlines() if line.startswith("{"))
-            assert json.loads(first)["nonce"] == result["nonce"]
-        return results
+        results = []
+        for name, processes in (("rank", self.processes), ("undisturbed", self._others)):
+            async with asyncio.timeout(_STEP_SECONDS):
+                codes = [await process.wait() for process in processes]
+            texts = [self.text(rank, name) for rank in range(self.program.world)]
+            assert not any(codes), (name, codes, *(text[-1500:] for text in texts))
+            results.append([last_json(text.splitlines()) for text in texts])
+            for text, result in zip(texts, results[-1], strict=True):
+                first = next(line for line in text.splitlines() if line.startswith("{"))
+                assert json.loads(first)["nonce"] == result["nonce"]
+        return results[0], results[1]
+
+
+class Seen(NamedTuple):
+    """Results by rank, those of an undisturbed run, and what is known of each cut."""
+
+    found: list[dict[str, Any]]
+    expected: list[dict[str, Any]]
+    cuts: list[dict[str, Any]]
 
 
 async def cut_again_and_again(
     program: Program, folder: Path, extra: dict[str, str], times: int, patience: float = 0.1
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The results of a program that is cut ``times`` times at random instants, and what is known of each cut."""
+) -> Seen:
+    """Cut a program ``times`` times at random instants."""
     chance = random.Random(folder.name)
     cuts = []
     async with CutJob(program, folder, extra) as job:
@@ -136,4 +161,4 @@ async def cut_again_and_again(
             await asyncio.sleep(chance.random() * patience)
             cuts.append(await job.cut())
             await job.moves()
-        return await job.end(), cuts
+        return Seen(*await job.end(), cuts)

@@ -83,13 +83,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def reference(
-    program: Program, steps: int, seconds: float = _END_SECONDS, *, crowded: bool | None = None
-) -> list[dict[str, Any]]:
-    """What each rank prints at its end, without moorage and without a pause. ``crowded``: every rank is a host of its
-    own to NCCL; by default where there are fewer GPUs than ranks."""
-    if crowded is None:
-        crowded = program.world > len(gpu_host.information())
+def reference(program: Program, steps: int, seconds: float = _END_SECONDS) -> list[dict[str, Any]]:
+    """What each rank prints at its end, without moorage and without a pause."""
+    crowded = program.world > len(gpu_host.information())
     port, ranks = free_port(), []
     for rank in range(program.world):
         env = rank_environment(program, rank, port, "reference" if crowded else "")

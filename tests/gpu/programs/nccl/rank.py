@@ -3,6 +3,7 @@
 A rank works in steps until a file says at which one to stop (``--until``), or for ``--steps``. It shows how far it is
 in ``FOLDER/progress-RANK`` and prints a nonce of its own, now and then a step, and at its end one line of JSON.
 
+``--follow FOLDER``: never ahead of what the ranks of another run show there, so both can be told to stop at one step.
 ``--uneven MS``: ranks pause at different times, up to so many milliseconds, so that they are not equally far at any
 instant; results do not depend on it. ``--device cpu`` runs the same over gloo.
 """
@@ -33,6 +34,7 @@ class Rank:
         parser.add_argument("--steps", type=int, default=1 << 40)
         parser.add_argument("--until", type=Path)
         parser.add_argument("--folder", type=Path)
+        parser.add_argument("--follow", type=Path)
         parser.add_argument("--uneven", type=float, default=0.0)
         parser.add_argument("--device", default="cuda")
         for name, default in more.items():
@@ -83,6 +85,9 @@ class Rank:
     def steps(self, every=4):
         """Numbers of steps from 1 on. Waits for the device after each ``every``."""
         while self.step < self._last():
+            self._wait_for_leader()
+            if self.step >= self._last():
+                break
             self.step += 1
             yield self.step
             if self.step % every == 0:
@@ -103,6 +108,14 @@ class Rank:
             print(f"rank {self.rank} is at step {self.step} already, and was told to stop at {last}", flush=True)
             os._exit(3)
         return last
+
+    def _wait_for_leader(self):
+        folder, until = self.options.follow, self.options.until
+        while folder is not None and not (until is not None and until.exists()):
+            shown = [int(path.read_text()) for path in folder.glob("progress-*") if path.suffix != ".new"]
+            if len(shown) == self.size and min(shown) > self.step:
+                return
+            time.sleep(0.005)
 
     def _tell(self):
         if self.step % 100 == 0:
