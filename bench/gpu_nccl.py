@@ -33,7 +33,8 @@ _SECONDS = 150.0
 def cuts(times: int) -> dict[str, Any]:
     """Median and worst seconds of the steps of a cut."""
     with tempfile.TemporaryDirectory() as folder:
-        found = asyncio.run(cut_again_and_again(Program("ddp.py"), Path(folder), proxied(), times)).cuts
+        work = cut_again_and_again(Program("ddp.py"), Path(folder), proxied(), times, beside=False)
+        found = asyncio.run(work).cuts
     steps = ("drained", "destroyed", "running")
     figures: dict[str, Any] = {
         step: {"median": statistics.median(one[step] for one in found), "worst": max(one[step] for one in found)}

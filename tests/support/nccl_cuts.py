@@ -35,11 +35,11 @@ def proxied() -> dict[str, str]:
 class CutJob:
     """``async with CutJob(program, folder, environment) as job``: its ranks, and the host that stops them.
 
-    Beside them runs the same program undisturbed, never ahead of them, for its results (`end`).
+    ``beside``: with them runs the same program undisturbed, never ahead of them, for its results (`end`).
     """
 
-    def __init__(self, program: Program, folder: Path, extra: dict[str, str]) -> None:
-        self.program, self.folder, self.extra = program, folder, extra
+    def __init__(self, program: Program, folder: Path, extra: dict[str, str], *, beside: bool = True) -> None:
+        self.program, self.folder, self.extra, self.beside = program, folder, extra, beside
         self.host = Host(folder / "nccl.sock")
         self.processes: list[asyncio.subprocess.Process] = []
         self._others: list[asyncio.subprocess.Process] = []
@@ -51,6 +51,8 @@ class CutJob:
         more = ("--folder", str(self.folder), *until, *self.program.slow)
         self.processes = await self._start("rank", more, own)
         self.host.pids += [process.pid for process in self.processes]
+        if not self.beside:
+            return self
         other = {
             name: value for name, value in self.extra.items() if name not in ("LD_PRELOAD", "MOORAGE_REAL_LIBNCCL")
         }
@@ -129,6 +131,8 @@ class CutJob:
         path.with_suffix(".new").rename(path)
         results = []
         for name, processes in (("rank", self.processes), ("undisturbed", self._others)):
+            if not processes:
+                continue
             async with asyncio.timeout(_STEP_SECONDS):
                 codes = [await process.wait() for process in processes]
             texts = [self.text(rank, name) for rank in range(self.program.world)]
@@ -137,7 +141,7 @@ class CutJob:
             for text, result in zip(texts, results[-1], strict=True):
                 first = next(line for line in text.splitlines() if line.startswith("{"))
                 assert json.loads(first)["nonce"] == result["nonce"]
-        return results[0], results[1]
+        return results[0], results[-1]
 
 
 class Seen(NamedTuple):
@@ -149,12 +153,12 @@ class Seen(NamedTuple):
 
 
 async def cut_again_and_again(
-    program: Program, folder: Path, extra: dict[str, str], times: int, patience: float = 0.1
+    program: Program, folder: Path, extra: dict[str, str], times: int, *, patience: float = 0.1, beside: bool = True
 ) -> Seen:
     """Cut a program ``times`` times at random instants."""
     chance = random.Random(folder.name)
     cuts = []
-    async with CutJob(program, folder, extra) as job:
+    async with CutJob(program, folder, extra, beside=beside) as job:
         await job.moves(4, 120.0)
         await job.host.present()
         for _ in range(times):
