@@ -35,10 +35,11 @@ _RETRY_SECONDS = 1.0
 
 
 class Written(NamedTuple):
-    """What is in the store now."""
+    """What is in the store now. ``host``: seconds for all but device memory, which comes beside it."""
 
     manifest: str
     stats: WriteStats
+    host: float
 
 
 def begin(pod: Pod) -> None:
@@ -87,7 +88,8 @@ async def _persist(pod: Pod) -> None:
             pause_seconds=pod.paused(),
         )
         took = round(time.monotonic() - began, 2)
-        pod.log.info("persisted", attempt=staged.attempt, seconds=took, total=vote.bytes_total, new=vote.bytes_new)
+        told = {"seconds": took, "host": round(written.host, 2), "total": vote.bytes_total, "new": vote.bytes_new}
+        pod.log.info("persisted", attempt=staged.attempt, **told)
     except AttemptAborted:
         return
     except Exception as error:  # whatever it is: nobody must wait for this vote for ever
@@ -129,7 +131,9 @@ def _write(pod: Pod, staged: StagedCapture, device: Future[Answer | None]) -> Wr
         nice=_BACKGROUND_NICE if background else 0,
         threads=None if background else pod.node.cpus,
     ) as writer:
+        began = time.monotonic()
         manifest, index, stats = _add_all(pod, staged, captured, writer)
+        host = time.monotonic() - began
         memory = device.result()
         if memory is not None:
             manifest, stats = _with_memory(manifest, stats, memory)
@@ -138,7 +142,7 @@ def _write(pod: Pod, staged: StagedCapture, device: Future[Answer | None]) -> Wr
         name = store.write_pod_manifest(manifest)
         failpoints.hit_sync("worker.persist.manifest.after")
     _keep_index(pod, staged, index)
-    return Written(name, stats)
+    return Written(name, stats, host)
 
 
 def _with_memory(manifest: PodManifest, stats: WriteStats, memory: Answer) -> tuple[PodManifest, WriteStats]:
