@@ -1,6 +1,6 @@
 """NVIDIA's NCCL behind the libnccl proxy: what a cut takes on real ranks, and what the proxy costs, paired.
 
-    python -m bench.gpu_nccl [--cuts N] [--blocks N] [--commit C]          (from the root of the checkout)
+    python -m bench.gpu_nccl [--cuts N] [--blocks N] [--seconds S]          (from the root of the checkout)
 
 Needs one or more GPUs; two ranks, on a GPU each if there are two, each a host of its own to NCCL. *Cuts*: DDP training
 whose ranks pause at different times is stopped at random instants; from the request until all streams are dry at a
@@ -18,16 +18,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
 from bench.report import ROOT, Report, Target, commit, gpu, machine, versions
+from moorage.worker import gpu_host
 from tests.support.nccl_cuts import cut_again_and_again, proxied
 from tests.support.nccl_jobs import Program, free_port, rank_environment
 
 PAIR = ROOT / "bench" / "programs" / "nccl_pair.py"
 MOST = 1.01
-_SECONDS = 150.0
+_START_SECONDS = 60.0
 
 
 def cuts(times: int) -> dict[str, Any]:
@@ -44,12 +46,12 @@ def cuts(times: int) -> dict[str, Any]:
     return figures | {"cuts": len(found), "unequal": unequal, "slides": sum(one["slides"] for one in found)}
 
 
-def cost(blocks: int) -> dict[str, Any]:
+def cost(blocks: int, seconds: float) -> dict[str, Any]:
     """For each kind of work the time behind the proxy by the time without it, pair by pair."""
     found = proxied()
     extra = {"NCCL_PROXY": found["LD_PRELOAD"], "MOORAGE_REAL_LIBNCCL": found["MOORAGE_REAL_LIBNCCL"]}
     program, port = Program("ddp.py"), free_port()
-    command = [sys.executable, str(PAIR), str(blocks)]
+    command = [sys.executable, str(PAIR), str(blocks), str(seconds)]
     ranks = [
         subprocess.Popen(
             command, env=rank_environment(program, rank, port, "bench") | extra, stdout=subprocess.PIPE, text=True
@@ -57,18 +59,20 @@ def cost(blocks: int) -> dict[str, Any]:
         for rank in range(program.world)
     ]
     try:
-        output = [rank.communicate(timeout=_SECONDS)[0] for rank in ranks]
+        output = [rank.communicate(timeout=3 * seconds + _START_SECONDS)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     figures: dict[str, Any] = {}
-    for name, spans in json.loads(output[0].splitlines()[-1]).items():
-        pairs = list(zip(spans["behind the proxy"], spans["without it"], strict=True))
+    for name, (behind, bare) in json.loads(output[0].splitlines()[-1]).items():
+        pairs = list(zip(behind, bare, strict=True))
         figures[name] = {
-            "ratio": statistics.median(behind / bare for behind, bare in pairs),
-            "microseconds behind the proxy": statistics.median(behind for behind, _ in pairs) * 1e6,
-            "microseconds without it": statistics.median(bare for _, bare in pairs) * 1e6,
+            "ratio": statistics.median(one[1] / other[1] for one, other in pairs),
+            "microseconds behind the proxy": statistics.median(one[1] for one, _ in pairs) * 1e6,
+            "microseconds without it": statistics.median(other[1] for _, other in pairs) * 1e6,
+            "microseconds more until the calls return": statistics.median(one[0] - other[0] for one, other in pairs)
+            * 1e6,
             "pairs": len(pairs),
         }
     return figures
@@ -78,15 +82,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuts", type=int, default=50)
     parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=12.0, help="at most, for each kind of work")
     parser.add_argument("--commit", default="", help="of this tree, where there is no git")
     options = parser.parse_args()
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"gpus": len(gpu_host.information())}
     targets: list[Target] = []
-    if options.blocks:
-        figures["cost"] = cost(options.blocks)
-        targets += [
-            Target(f"{name}, times slower", one["ratio"], "", "<=", MOST) for name, one in figures["cost"].items()
-        ]
+    failed = False
+    try:
+        if options.blocks:
+            figures["cost"] = cost(options.blocks, options.seconds)
+            targets += [
+                Target(f"{name}, times slower", one["ratio"], "", "<=", MOST) for name, one in figures["cost"].items()
+            ]
+    except Exception:  # the other part is worth having without this one
+        traceback.print_exc()
+        failed = True
     if options.cuts:
         figures["cut"] = cuts(options.cuts)
         targets += [
@@ -99,7 +109,7 @@ def main() -> int:
     )  # fmt: skip
     report.write()
     report.show()
-    return 0 if report.met() else 1
+    return 0 if report.met() and not failed else 1
 
 
 if __name__ == "__main__":

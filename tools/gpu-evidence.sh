@@ -74,7 +74,7 @@ for name in $stages; do
     nccl-smoke) LINES_SHOWN=100 stage nccl-smoke 150 bash -c "tests -x -s tests/gpu/test_nccl.py -k two_ranks_of_one_pod" ;;
     # Nothing is restored, so several programs may share the GPU, with ranks that are processes of their own.
     nccl-cuts) LINES_SHOWN=150 stage nccl-cuts "${CUTS_SECONDS:-200}" bash -c "tests -n ${CUTS_JOBS:-2} -rA tests/gpu/test_nccl_cuts.py" ;;
-    nccl-bench) stage nccl-bench 180 "$python" -m bench.gpu_nccl --commit "$commit" ;;
+    nccl-bench) stage nccl-bench 180 "$python" -m bench.gpu_nccl --seconds "${BENCH_SECONDS:-12}" --commit "$commit" ;;
     nccl)
       # CRIU writes some GiB for each checkpoint: into memory. Not a share of it: a virtual machine may begin with little.
       fast=/var/tmp/moorage-nccl-evidence

@@ -1,9 +1,10 @@
-"""One rank that works through the libnccl proxy and without it in turns, in one process: `nccl_pair.py BLOCKS`.
+"""One rank that works through the libnccl proxy and without it in turns, in one process: `nccl_pair.py BLOCKS SECONDS`.
 
 Two communicators of all ranks: one made through the proxy (``NCCL_PROXY``), one by NVIDIA's own library
 (``MOORAGE_REAL_LIBNCCL``), both called through ctypes, as inference engines do. A block is a number of all-reduces of
 one size, or of training steps whose gradients are summed by all-reduces; blocks with and without the proxy take turns,
-and who begins changes each time. Rank 0 prints one line of JSON: for each kind the seconds of all blocks.
+and who begins changes each time; of each kind there are BLOCKS pairs, or as many as fit into SECONDS. Rank 0 prints one
+line of JSON: for each kind the seconds of all blocks, and how much of that the calls took until they had returned.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch.distributed as dist
 
 FLOAT32, SUM = 7, 0
 P, Z, N = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-SIZES = {"all-reduce of 4 KiB": (1 << 10, 200), "all-reduce of 256 KiB": (1 << 16, 100)}
-STEPS = 20
+SIZES = {"all-reduce of 4 KiB": (1 << 10, 100), "all-reduce of 256 KiB": (1 << 16, 50)}
+STEPS = 10
 
 
 class UniqueId(ctypes.Structure):
@@ -89,26 +90,37 @@ def reduces(data: torch.Tensor) -> Work:
     return work
 
 
-def block(work: Work, communicator: Communicator, times: int) -> float:
-    """Seconds, from when all ranks begin."""
+def block(work: Work, communicator: Communicator, times: int) -> tuple[float, float]:
+    """Seconds for one, from when all ranks begin: until the calls have returned, and until all is done."""
     torch.cuda.synchronize()
     dist.barrier()
     began = time.perf_counter()
     for _ in range(times):
         work(communicator)
+    issued = time.perf_counter() - began
     torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return issued / times, (time.perf_counter() - began) / times
+
+
+def goes_on(until: float) -> bool:
+    """Rank 0 looks at its clock for all."""
+    said = [time.monotonic() < until]
+    dist.broadcast_object_list(said, 0)
+    return bool(said[0])
 
 
 kinds = [(name, reduces(torch.zeros(count, device="cuda")), times) for name, (count, times) in SIZES.items()]
 found = {}
 for name, work, times in [*kinds, ("training step", train, STEPS)]:
-    spans: dict[str, list[float]] = {"behind the proxy": [], "without it": []}
+    spans: list[list[tuple[float, float]]] = [[], []]  # behind the proxy, without it
     for one in pair:
         block(work, one, times)  # connects, warms
+    until = time.monotonic() + float(sys.argv[2])
     for number in range(int(sys.argv[1])):
+        if not goes_on(until):
+            break
         for index in [0, 1] if number % 2 else [1, 0]:
-            spans["without it" if index else "behind the proxy"].append(block(work, pair[index], times) / times)
+            spans[index].append(block(work, pair[index], times))
     found[name] = spans
 if rank == 0:
     print(json.dumps(found), flush=True)
