@@ -14,9 +14,8 @@ from moorage import roles
 from moorage.coordinator.machine import JobPolicy, new_job
 from moorage.coordinator.machine import events as ev
 from moorage.coordinator.persist import Persistence
-from moorage.errors import Conflict, NotFound, Refused, UsageError
+from moorage.errors import Conflict, NotFound, UsageError
 from moorage.hooks import KINDS
-from moorage.nccl_quiesce import control
 from moorage.roles import Identity
 from moorage.v1 import coordinator_pb2 as pb
 from moorage.v1 import types_pb2
@@ -83,12 +82,6 @@ def complete(spec: JobSpec, owner: str, job: str, *, as_root: bool = False) -> J
         raise UsageError(f"{full.pods} pods of {full.ranks_per_pod} ranks are too many")
     if full.working_directory and not full.working_directory.startswith("/"):
         raise UsageError(f"the working directory {full.working_directory!r} is not absolute")
-    if full.gpus_per_pod and full.pods * full.ranks_per_pod > 1 and not control.has_communicators(full.env):
-        # Better no job than one that no checkpoint can be made of.
-        raise Refused(
-            f"{full.pods * full.ranks_per_pod} ranks with GPUs: NCCL communicators were not seen saved on GPUs yet",
-            "use one rank, leave out --gpus-per-pod, or try it: --env MOORAGE_NCCL=1",
-        )
     for mount in full.mounts:
         if not (mount.source.startswith("/") and mount.destination.startswith("/")):
             raise UsageError(f"mount {mount.source}:{mount.destination} is not absolute", "give --mount /SRC:/DST[:ro]")

@@ -15,7 +15,7 @@ from moorage.nccl_quiesce.model import Snapshot
 
 T = TypeVar("T")
 
-#: A job that has communicators says so by this variable in its environment, as long as this was not seen on GPUs.
+#: Says in a job's environment whether it has communicators: "1" or "0". Where it does not say, see `has_communicators`.
 VARIABLE = "MOORAGE_NCCL"
 
 
@@ -89,6 +89,11 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise CorruptData(f"this is no {kind.__name__} of the consistent cut: {error}") from None
 
 
-def has_communicators(env: Mapping[str, str]) -> bool:
-    """Whether a job has NCCL communicators that a checkpoint must look after. ``env``: what the job's owner gave."""
-    return env.get(VARIABLE, "") not in ("", "0")
+def has_communicators(env: Mapping[str, str], *, gpus: int, ranks: int) -> bool:
+    """Whether a job can have NCCL communicators that a checkpoint must look after.
+
+    ``env``: what the job's owner gave; ``gpus``: of each pod; ``ranks``: of the whole job. A job that does not say can
+    have some if it has several ranks with GPUs, or several GPUs in a pod.
+    """
+    said = env.get(VARIABLE, "")
+    return said != "0" if said else gpus > 0 and (ranks > 1 or gpus > 1)

@@ -39,7 +39,9 @@ _PHASES_STILL = ("frozen", "sealed", "captured")
 
 def has(pod: Pod) -> bool:
     """Whether the pod can have communicators."""
-    return control.has_communicators(pod.spec.env)
+    spec = pod.spec
+    ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
+    return control.has_communicators(spec.env, gpus=spec.gpus_per_pod, ranks=ranks)
 
 
 def _folder(pod: Pod) -> Path:

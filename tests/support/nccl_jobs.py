@@ -122,7 +122,7 @@ class Ranks:
             ranks_per_pod=program.per_pod,
             rendezvous=True,
             gpus_per_pod=program.gpus_per_pod,
-            env=environment({**NCCL, **program.env, "MOORAGE_NCCL": "1"}),
+            env=environment({**NCCL, **program.env}),
             rank_env={HOST: f"{name}-${{rank}}"} if program.per_pod > program.gpus_per_pod else {},
             working_directory=str(PROGRAMS),
             mounts=[f"{self.live}:{self.live}"],

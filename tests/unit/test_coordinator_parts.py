@@ -15,7 +15,7 @@ from moorage.coordinator.machine import JobPolicy, JobState
 from moorage.coordinator.machine.state import checkpoint_id, job_of
 from moorage.coordinator.submit import complete, new_id, policy_of
 from moorage.coordinator.telemetry import Telemetry
-from moorage.errors import CorruptData, Refused, UsageError
+from moorage.errors import CorruptData, UsageError
 from moorage.v1 import types_pb2
 from moorage.v1.types_pb2 import JobSpec, PodStatus, RankStatus
 
@@ -190,14 +190,6 @@ def test_kinds_are_told_in_a_users_words() -> None:
     assert kind_of("images", "tcp-stream-2f.img") == kind_of("images", "netdev-8.img") == "network"
     assert kind_of("layer", "tree") == "files"
     assert kind_of("journal", "journal") == "logs"
-
-
-def test_ranks_that_would_share_a_communicator_are_refused_before_anything_is_made() -> None:
-    with pytest.raises(Refused, match="2 ranks with GPUs"):
-        complete(JobSpec(command=["true"], gpus_per_pod=1, pods=2), "user:me", "j1")
-    tried = JobSpec(command=["true"], gpus_per_pod=1, pods=2, env={"MOORAGE_NCCL": "1"})
-    assert complete(tried, "user:me", "j1").pods == 2
-    assert complete(JobSpec(command=["true"], gpus_per_pod=2), "user:me", "j1").gpus_per_pod == 2
 
 
 def test_device_memory_is_told_by_what_it_cost() -> None:

@@ -130,8 +130,11 @@ def test_numbers_in_the_cut() -> None:
 
 
 def test_who_can_have_communicators() -> None:
-    assert control.has_communicators({"MOORAGE_NCCL": "1"})
-    assert not control.has_communicators({"MOORAGE_NCCL": "0"}) and not control.has_communicators({})
+    has = control.has_communicators
+    assert has({}, gpus=1, ranks=2) and has({}, gpus=2, ranks=1)
+    assert not has({}, gpus=1, ranks=1) and not has({}, gpus=0, ranks=8)
+    assert has({"MOORAGE_NCCL": "1"}, gpus=0, ranks=2) and has({"MOORAGE_NCCL": "1"}, gpus=1, ranks=1)
+    assert not has({"MOORAGE_NCCL": "0"}, gpus=8, ranks=8)
 
 
 def test_everything_travels() -> None:
