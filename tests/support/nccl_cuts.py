@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,9 @@ _STEP_SECONDS = 60.0
 
 def proxied() -> dict[str, str]:
     """The environment that puts the proxy in the place of NVIDIA's NCCL."""
-    found = libraries.find([], dict(os.environ))
+    known = libraries.find([sys.executable], dict(os.environ))
+    # The one of this interpreter's packages, which torch uses, before one of the system's.
+    found = sorted(known, key=lambda path: not path.startswith(sys.prefix))
     proxy = native.find(libraries.NAME, "intercept/nccl/moorage-nccl-dir", variable="MOORAGE_LIBNCCL_PROXY")
     return {"LD_PRELOAD": str(proxy), "MOORAGE_REAL_LIBNCCL": found[0]} if found else {}
 
@@ -156,7 +159,7 @@ async def cut_again_and_again(
     program: Program, folder: Path, extra: dict[str, str], times: int, *, patience: float = 0.1, beside: bool = True
 ) -> Seen:
     """Cut a program ``times`` times at random instants."""
-    chance = random.Random(folder.name)
+    chance = random.Random(f"{program.script} {program.world}")
     cuts = []
     async with CutJob(program, folder, extra, beside=beside) as job:
         await job.moves(4, 120.0)
