@@ -16,6 +16,7 @@
 #   nccl-bench  bench.gpu_nccl: what a cut takes, and what the proxy costs             (1 to 2 minutes)
 #   nccl        programs of two ranks with NCCL: needs two GPUs                       (5 to 7 minutes)
 #   two         what else only two GPUs can show: speed, shared memory, in TWO_SECONDS (4 minutes)
+#   nccl-graphs CUDA graphs with NCCL's calls over a rebuild of communicators          (1 minute)
 # Nothing is built when MOORAGE_LIBCUDA_PROXY, MOORAGE_LIBNCCL_PROXY and MOORAGE_INIT name what was built elsewhere.
 # Each stage is bounded, and a stage that fails does not keep the next from running. MOORAGE_COMMIT names the commit.
 set -u
@@ -112,6 +113,7 @@ for name in $stages; do
       unset MOORAGE_TEST_FOLDER
       umount -l $fast
       ;;
+    nccl-graphs) LINES_SHOWN=140 stage nccl-graphs 150 "$python" -m tests.gpu.nccl_graphs ;;
     *) echo "no stage $name" >&2 && failed="$failed $name" ;;
   esac
 done

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gate.h"
+#include "graphs/graphs.h"
 #include "hooks.h"
 #include "real.h"
 
@@ -20,6 +21,7 @@ namespace {
 struct Capture {
   CUstream stream;
   long thread;
+  CUgraph graph;
 };
 
 struct State {
@@ -35,17 +37,20 @@ std::atomic<std::size_t> count{0};
 
 bool shared_handle(CUstream stream) { return reinterpret_cast<std::uintptr_t>(stream) <= 2; }
 
-CUresult began(CUstream stream, CUresult result) {
+CUresult began(CUstream stream, CUresult result, bool per_thread = false) {
   if (result != CUDA_SUCCESS) return result;
+  // Asked now: the driver does not tell when the capture has become invalid.
+  CUgraph graph = graphs::capture_of(per_thread && stream == nullptr ? CU_STREAM_PER_THREAD : stream);
   State& all = state();
   const std::lock_guard lock(all.mutex);
-  all.list.push_back({stream, syscall(SYS_gettid)});
+  all.list.push_back({stream, syscall(SYS_gettid), graph});
   count.store(all.list.size());
   return result;
 }
 
-void ended(CUstream stream) {
+void ended(CUstream stream, bool well) {
   State& all = state();
+  CUgraph graph = nullptr;
   {
     const std::lock_guard lock(all.mutex);
     const long thread = syscall(SYS_gettid);
@@ -53,9 +58,11 @@ void ended(CUstream stream) {
       return capture.stream == stream && (!shared_handle(stream) || capture.thread == thread);
     });
     if (found == all.list.end()) return;
+    graph = found->graph;
     all.list.erase(found);
     count.store(all.list.size());
   }
+  graphs::after_end(graph, well);
   if (gate::now() != Level::Open) gate::changed();
 }
 
@@ -76,56 +83,60 @@ using captures::began;
 using captures::ended;
 
 CUresult cuStreamBeginCapture(CUstream stream) { return began(stream, real::cuStreamBeginCapture(stream)); }
-CUresult cuStreamBeginCapture_ptsz(CUstream stream) { return began(stream, real::cuStreamBeginCapture_ptsz(stream)); }
+CUresult cuStreamBeginCapture_ptsz(CUstream stream) { return began(stream, real::cuStreamBeginCapture_ptsz(stream), true); }
 CUresult cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode) {
   return began(stream, real::cuStreamBeginCapture_v2(stream, mode));
 }
 CUresult cuStreamBeginCapture_v2_ptsz(CUstream stream, CUstreamCaptureMode mode) {
-  return began(stream, real::cuStreamBeginCapture_v2_ptsz(stream, mode));
+  return began(stream, real::cuStreamBeginCapture_v2_ptsz(stream, mode), true);
 }
 
 #if CUDA_VERSION >= 12030
 CUresult cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode* nodes,
                                      const CUgraphEdgeData* edges, size_t number, CUstreamCaptureMode mode) {
+  graphs::changes(graph);
   return began(stream, real::cuStreamBeginCaptureToGraph(stream, graph, nodes, edges, number, mode));
 }
 CUresult cuStreamBeginCaptureToGraph_ptsz(CUstream stream, CUgraph graph, const CUgraphNode* nodes,
                                           const CUgraphEdgeData* edges, size_t number, CUstreamCaptureMode mode) {
-  return began(stream, real::cuStreamBeginCaptureToGraph_ptsz(stream, graph, nodes, edges, number, mode));
+  graphs::changes(graph);
+  return began(stream, real::cuStreamBeginCaptureToGraph_ptsz(stream, graph, nodes, edges, number, mode), true);
 }
 #endif
 
 #if CUDA_VERSION >= 13030
 CUresult cuStreamBeginRecaptureToGraph(CUstream stream, CUstreamCaptureMode mode, CUgraph graph,
                                        CUgraphRecaptureCallback callback, void* data) {
+  graphs::changes(graph);
   return began(stream, real::cuStreamBeginRecaptureToGraph(stream, mode, graph, callback, data));
 }
 CUresult cuStreamBeginRecaptureToGraph_ptsz(CUstream stream, CUstreamCaptureMode mode, CUgraph graph,
                                             CUgraphRecaptureCallback callback, void* data) {
-  return began(stream, real::cuStreamBeginRecaptureToGraph_ptsz(stream, mode, graph, callback, data));
+  graphs::changes(graph);
+  return began(stream, real::cuStreamBeginRecaptureToGraph_ptsz(stream, mode, graph, callback, data), true);
 }
 #endif
 
 // A capture has ended also when the driver answers that it had become invalid.
 CUresult cuStreamEndCapture(CUstream stream, CUgraph* graph) {
   const CUresult result = real::cuStreamEndCapture(stream, graph);
-  if (result != CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) ended(stream);
+  if (result != CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) ended(stream, result == CUDA_SUCCESS);
   return result;
 }
 CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph* graph) {
   const CUresult result = real::cuStreamEndCapture_ptsz(stream, graph);
-  if (result != CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) ended(stream);
+  if (result != CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD) ended(stream, result == CUDA_SUCCESS);
   return result;
 }
 
 CUresult cuStreamDestroy(CUstream stream) {
   const CUresult result = real::cuStreamDestroy(stream);
-  if (result == CUDA_SUCCESS) ended(stream);
+  if (result == CUDA_SUCCESS) ended(stream, false);
   return result;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
   const CUresult result = real::cuStreamDestroy_v2(stream);
-  if (result == CUDA_SUCCESS) ended(stream);
+  if (result == CUDA_SUCCESS) ended(stream, false);
   return result;
 }
 

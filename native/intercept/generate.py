@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from header import Function, HeaderError, Version, functions, preprocess, untyped, versions
 
+#: Not of the driver's interface: how a libnccl proxy of the same process finds this one.
+PRIVATE = ("moorage_graphs",)
 KINDS = ("gated", "wait", "free")
 TOP = "// Generated from cuda.h by generate.py: not for editing.\n"
 
@@ -30,6 +32,7 @@ class Plan:
         self.versions = versions(header, known)
         self.kinds = dict.fromkeys(known, "gated")
         self.hooks: set[str] = set()
+        self.changing: set[str] = set()
         for number, line in enumerate(classes.splitlines(), 1):
             words = line.split("#")[0].split()
             if not words:
@@ -42,6 +45,8 @@ class Plan:
                     raise HeaderError(f"classes, line {number}: the header has no function {name}")
                 if kind.rstrip("?") == "hook":
                     self.hooks.add(name)
+                elif kind.rstrip("?") == "graph":
+                    self.changing.add(name)
                 elif kind.rstrip("?") in KINDS:
                     self.kinds[name] = kind.rstrip("?")
                 else:
@@ -178,10 +183,19 @@ def forward_cpp(plan: Plan) -> str:
             guard = f"  const Call call(Fn::{f.name});\n  if (!call.admitted()) return call.refusal();\n"
             if f.name in plan.hooks:
                 guard += "  call.from(__builtin_return_address(0));\n"
-        bodies.append(f"{signature(f)} {{\n{guard}  return {owner}::{f.name}({arguments(f)});\n}}")
+        given = arguments(f)
+        if f.name in plan.changing:
+            handle = next(i for kind in ("CUgraph", "CUgraphNode") for i, t in enumerate(f.types) if t == kind)
+            guard += f"  graphs::changes(a{handle});\n"
+        if owner == "real" and "CUgraphExec" in f.types:
+            handle = f.types.index("CUgraphExec")
+            guard += f"  const graphs::Using exec(a{handle});\n"
+            given = given.replace(f"a{handle}", "exec.real()", 1)
+        bodies.append(f"{signature(f)} {{\n{guard}  return {owner}::{f.name}({given});\n}}")
     typed = len(plan.functions)
     jumps = "\n".join(f"MOORAGE_JUMP({name}, {typed + i})" for i, name in enumerate(plan.untyped))
     return f"""{TOP}#include "gate.h"
+#include "graphs/graphs.h"
 #include "hooks.h"
 #include "jump.h"
 #include "real.h"
@@ -232,7 +246,7 @@ def main() -> int:
     write(options.out / "hooks.h", hooks_h(plan))
     write(options.out / "table.cpp", table_cpp(plan))
     write(options.out / "forward.cpp", forward_cpp(plan))
-    write(options.out / "exports.map", exports_map(plan, ()))
+    write(options.out / "exports.map", exports_map(plan, PRIVATE))
     write(options.out / "exports.txt", "\n".join(sorted(plan.names)) + "\n")
     return 0
 

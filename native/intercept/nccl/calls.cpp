@@ -1,10 +1,12 @@
 // The operations, alone and in groups.
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "create.h"
 #include "cuda.h"
 #include "destroy.h"
+#include "graphs.h"
 #include "hooks.h"
 #include "real.h"
 #include "record.h"
@@ -19,6 +21,8 @@ struct Group {
   std::vector<Making> makings;
 };
 thread_local Group group;
+
+}  // namespace
 
 // The lane of an operation; no member: it issues nothing that is counted.
 Lane lane_of(const Op& op) {
@@ -37,7 +41,11 @@ Lane lane_of(const Op& op) {
   }
 }
 
+namespace {
+
 bool destroys(What what) { return what == What::Finalize || what == What::Destroy || what == What::Abort; }
+
+}  // namespace
 
 // Hand it to NCCL.
 int issue(Op& op) {
@@ -85,13 +93,16 @@ void note_stream(Comm& comm, void* stream) {
   }
 }
 
-bool has_stream(What what) { return what <= What::Recv; }
+namespace {
 
+// Waited for also where the job does not: only then are its nodes there.
 int captured(Op& op) {
-  refuse(op.comm, "captured");
   const Local local;
-  const int result = issue(op);
-  return result == kInProgress && op.comm->blocking ? finish(*op.comm) : result;
+  graphs::Capturing capturing({&op, 1});
+  int result = issue(op);
+  if (result == kInProgress) result = finish(*op.comm);
+  capturing.ended(result);
+  return result;
 }
 
 int carry_out(Op&& op) {
@@ -146,6 +157,8 @@ std::vector<Comm*> involved_in(const std::vector<Op>& ops) {
   return found;
 }
 
+}  // namespace
+
 // All of a group, within a group of NCCL's.
 int issue_all(std::vector<Op>& ops) {
   real::ncclGroupStart();
@@ -158,17 +171,25 @@ int issue_all(std::vector<Op>& ops) {
   return result == kSuccess || result == kInProgress ? end : result;
 }
 
-int end_uncounted(std::vector<Op>& ops, const std::vector<Comm*>& involved) {
+namespace {
+
+int end_uncounted(std::vector<Op>& ops, const std::vector<Comm*>& involved, bool is_captured) {
   const Local local;
+  std::optional<graphs::Capturing> capturing;
+  if (is_captured) capturing.emplace(ops);
   int result = issue_all(ops);
-  if (result != kInProgress) return result;
+  if (result != kInProgress) {
+    if (capturing) capturing->ended(result);
+    return result;
+  }
   for (const Comm* comm : involved) {
-    if (!comm->blocking) return kInProgress;
+    if (!comm->blocking && !is_captured) return kInProgress;
   }
   result = kSuccess;
   for (const Comm* comm : involved) {
     if (const int state = finish(*comm); state != kSuccess) result = state;
   }
+  if (capturing) capturing->ended(result);
   return result;
 }
 
@@ -179,7 +200,6 @@ int end_ops(std::vector<Op>& ops) {
   std::vector<Lane> lanes;
   bool ends = false;
   for (const Op& op : ops) {
-    if (is_captured && has_stream(op.what)) refuse(op.comm, "captured");
     ends = ends || destroys(op.what);
     const Lane lane = lane_of(op);
     if (lane.member == nullptr) continue;
@@ -191,7 +211,7 @@ int end_ops(std::vector<Op>& ops) {
     }
   }
   if (is_captured || (lanes.empty() && !ends)) {
-    const int result = end_uncounted(ops, involved);
+    const int result = end_uncounted(ops, involved, is_captured);
     registered::settle_windows(involved);
     return result;
   }

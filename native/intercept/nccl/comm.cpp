@@ -8,6 +8,7 @@
 
 #include "create.h"
 #include "cuda.h"
+#include "graphs.h"
 #include "library.h"
 #include "real.h"
 
@@ -162,7 +163,8 @@ std::set<std::string>& refused_here() {
 
 const char* why(const std::string& api) {
   static const std::map<std::string, const char*> reasons{
-      {"captured", "its calls were captured into a CUDA graph, and graphs are not carried over yet"},
+      {"captured", "its calls were captured into a CUDA graph, and there is no libcuda proxy that could carry it over"},
+      {"captured by halves", "a group was captured into several CUDA graphs, or only some of its calls were captured"},
       {"ncclCommGrow", "a communicator that was grown with an id from elsewhere has no name that all its members know"},
       {"ncclCommGetUniqueId", "an id was drawn to let it grow and nobody has used it yet: try again when it has grown"},
       {"ncclCommSuspend", "it is suspended: call ncclCommResume first"},
@@ -196,6 +198,7 @@ std::vector<Refused> refusals() {
     if (comm->dead) continue;
     for (const std::string& api : comm->refused) found.push_back({std::string(comm->name()), api, why(api)});
   }
+  graphs::add_refusals(found);
   return found;
 }
 

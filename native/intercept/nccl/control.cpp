@@ -25,6 +25,7 @@
 #include "create.h"
 #include "cuda.h"
 #include "destroy.h"
+#include "graphs.h"
 #include "library.h"
 #include "msgpack.h"
 #include "real.h"
@@ -130,6 +131,9 @@ std::vector<std::string> undrained() {
     if (gate().phase != Phase::Drain || gate().torn) return found;
     // Without these nothing of the communicator could be carried over: better no cut than a wrong one.
     for (const Refused& one : refusals()) found.push_back(one.communicator + " " + one.api + ": " + one.why);
+    if (const std::size_t captures = graphs::open(); captures > 0) {
+      found.push_back(std::to_string(captures) + " captures with calls of NCCL have not ended");
+    }
     for (const Comm* comm : comms()) {
       for (void* stream : comm->streams) {
         char text[32];

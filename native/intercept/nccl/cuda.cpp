@@ -15,6 +15,17 @@ constinit Entry<int(void**)> get_current("cuCtxGetCurrent");
 constinit Entry<int(void*)> set_current("cuCtxSetCurrent");
 constinit Entry<int(void**, int)> retain_primary("cuDevicePrimaryCtxRetain");
 constinit Entry<int(int*)> exchange_mode("cuThreadExchangeStreamCaptureMode");
+constinit Entry<int(void**, unsigned)> create_stream("cuStreamCreate");
+constinit Entry<int(void*)> end_stream("cuStreamDestroy_v2");
+constinit Entry<int(void**, unsigned)> create_event("cuEventCreate");
+constinit Entry<int(void*, void*)> record_event("cuEventRecord");
+constinit Entry<int(void*, void*, unsigned)> wait_event("cuStreamWaitEvent");
+constinit Entry<int(void*)> end_event("cuEventDestroy_v2");
+constinit Entry<int(void*, int)> capture("cuStreamBeginCapture_v2");
+constinit Entry<int(void*, void**)> captured("cuStreamEndCapture");
+constinit Entry<int(void*)> end_graph("cuGraphDestroy");
+constexpr unsigned kNonBlocking = 1;
+constexpr unsigned kNoTiming = 2;
 
 }  // namespace
 
@@ -46,6 +57,39 @@ void* primary_context(int device) {
   auto* ask = retain_primary.get();
   void* context = nullptr;
   return ask != nullptr && ask(&context, device) == kSuccess ? context : nullptr;
+}
+
+void* fresh_stream() {
+  auto* make = create_stream.get();
+  void* stream = nullptr;
+  return make != nullptr && make(&stream, kNonBlocking) == kSuccess ? stream : nullptr;
+}
+
+void destroy_stream(void* stream) {
+  if (auto* end = end_stream.get()) end(stream);
+}
+
+bool wait_for(void* stream, void* other) {
+  void* event = nullptr;
+  auto* make = create_event.get();
+  if (make == nullptr || make(&event, kNoTiming) != kSuccess) return false;
+  const bool well = record_event.get()(event, other) == kSuccess && wait_event.get()(stream, event, 0) == kSuccess;
+  end_event.get()(event);
+  return well;
+}
+
+bool begin_capture(void* stream) {
+  auto* begin = capture.get();
+  return begin != nullptr && begin(stream, kRelaxed) == kSuccess;
+}
+
+bool end_capture(void* stream, void** graph) {
+  auto* end = captured.get();
+  return end != nullptr && end(stream, graph) == kSuccess;
+}
+
+void destroy_graph(void* graph) {
+  if (auto* end = end_graph.get()) end(graph);
 }
 
 void be_discreet() {

@@ -14,6 +14,15 @@ void set_context(void* context);
 // The device's primary context, kept for good. Null when there is none.
 void* primary_context(int device);
 
+// For captures of the proxy's own. Null, or false: the driver refused.
+void* fresh_stream();
+void destroy_stream(void* stream);
+// What comes into the first stream waits for what is in the second.
+bool wait_for(void* stream, void* other);
+bool begin_capture(void* stream);
+bool end_capture(void* stream, void** graph);
+void destroy_graph(void* graph);
+
 // This thread asks, and whoever captures a stream is not disturbed by it.
 void be_discreet();
 

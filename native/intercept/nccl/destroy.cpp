@@ -7,6 +7,7 @@
 #include "blocking.h"
 #include "create.h"
 #include "cuda.h"
+#include "graphs.h"
 #include "real.h"
 #include "register.h"
 #include "wire.h"
@@ -118,6 +119,7 @@ std::string hindrance(const std::vector<std::string>& again) {
   if (const auto refused = refusals(); !refused.empty()) {
     return refused.front().communicator + " " + refused.front().api + ": " + refused.front().why;
   }
+  if (graphs::open() > 0) return "a capture with calls of NCCL has not ended";
   for (const Call* call = gate().inside_first(); call != nullptr; call = call->next) {
     if (call->destroys) continue;
     for (const Member* member : call->creates) {
@@ -157,6 +159,12 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
       lock.lock();
     }
     if (door.locals > 0) return {wire::kDeadline, "a call that issues nothing does not return from NCCL"};
+    // One that began before the gate was shut for it: nothing is destroyed yet, and all goes on.
+    if (graphs::open() > 0) {
+      door.torn = false;
+      door.wake();
+      return {wire::kWrongState, "a capture with calls of NCCL has not ended"};
+    }
     aborted = take_back(lock, again);
     for (Comm* comm : comms()) {
       if (comm->ending) continue;
@@ -176,6 +184,7 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
       }
     }
   }
+  graphs::release();
   for (void* real : aborted) real::ncclCommAbort(real);
   for (void* real : rest) real::ncclCommDestroy(real);
   // All are finalized before the first is waited for: several of them may be members of one communicator.
@@ -255,6 +264,7 @@ Outcome rebuild(const Named& communicators, const Named& again, std::int64_t dea
   for (const auto& [name, id] : communicators) {
     if (Outcome bad = make_anew(name, id, deadline_ns); bad.status != 0) return bad;
   }
+  if (const std::string why = graphs::make_anew(deadline_ns); !why.empty()) return {wire::kRefusedByNccl, why};
   Gate::Lock lock(door.mutex);
   for (const Comm* comm : comms()) {
     if (!comm->dead && comm->real == nullptr && comm->member != nullptr && comm->member->state == State::Ready) {

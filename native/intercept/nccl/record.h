@@ -32,6 +32,15 @@ struct Op {
   void* out = nullptr;
 };
 
+inline bool has_stream(What what) { return what <= What::Recv; }
+// The lane on which it is counted; no member: it issues nothing that is.
+Lane lane_of(const Op& op);
+// Hand it to NCCL, or all of a group.
+int issue(Op& op);
+int issue_all(std::vector<Op>& ops);
+// Work of the communicator's may be in this stream from now on. Under the gate's lock.
+void note_stream(Comm& comm, void* stream);
+
 namespace record {
 
 // How deep in groups this thread is.

@@ -63,9 +63,32 @@ int device_count();
 
 // ---- streams
 
+struct Graph;
+struct Event;
+
+// A node of a graph: what it does is made of its parameters when the graph is instantiated.
 struct Node {
-  std::function<void()> run;
+  CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
+  Graph* graph = nullptr;
+  std::vector<Node*> before;
+  std::function<void()> run;  // of what has no parameters that can be asked for
+  CUDA_KERNEL_NODE_PARAMS kernel{};
+  std::vector<std::vector<char>> arguments;
+  std::vector<void*> pointers;
+  CUDA_HOST_NODE_PARAMS host{};
+  CUDA_MEMCPY3D copy{};
+  CUevent event = nullptr;
+  Graph* child = nullptr;
+  Node* original = nullptr;  // of a clone
 };
+
+// What a kernel does with these arguments; an error as the driver answers it.
+CUresult kernel_work(CUfunction function, void** arguments, std::function<void()>& work);
+// How long each of its arguments is.
+std::vector<std::size_t> kernel_arguments(CUfunction function);
+std::function<void()> event_work(CUevent event, bool record);
+Node* add_node(Graph& graph, Node node);
+void destroy_graph(Graph* graph);
 
 struct Stream {
   std::mutex mutex;
@@ -74,7 +97,10 @@ struct Stream {
   std::size_t unfinished = 0;
   bool stop = false;
   Context* context = nullptr;
-  std::vector<Node>* capture = nullptr;
+  Graph* capture = nullptr;
+  bool origin = false;             // the capture began here
+  std::vector<Node*> captured;     // what comes next in the capture waits for these
+  unsigned long long capture_id = 0;
   CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
   std::thread::id captured_by;
   std::thread thread;
@@ -90,6 +116,8 @@ struct Stream {
 Stream* stream_of(CUstream handle);
 // Run on the stream, or add to the graph that it captures.
 CUresult submit(CUstream handle, std::function<void()> work);
+CUresult submit(CUstream handle, Node node, std::function<void()> work);
+std::vector<std::shared_ptr<Stream>> all_streams();
 bool any_busy();
 CUresult drain_context();
 

@@ -1,14 +1,27 @@
-// Streams, events, kernels, host functions and graphs of the fake driver.
+// Streams, events, kernels and host functions of the fake driver.
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "fake.h"
 
 namespace fake {
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::size_t recorded = 0;
+  std::size_t done = 0;
+  bool destroyed = false;  // kept, so that a later use is seen
+  Graph* graph = nullptr;  // recorded in a capture
+  std::vector<Node*> captured;
+};
+
 namespace {
 
 // Never destroyed: a process may end while its streams are busy, and a forked child has no threads to join.
@@ -17,19 +30,10 @@ auto& streams = *new std::map<CUstream, std::shared_ptr<Stream>>;
 auto& legacy = *new std::shared_ptr<Stream>;
 thread_local CUstream own_default = nullptr;  // the thread's default stream, in `streams` as any other
 
-struct Event {
-  std::mutex mutex;
-  std::condition_variable wake;
-  std::size_t recorded = 0;
-  std::size_t done = 0;
-};
-
 struct Function {
   std::string name;
 };
 auto& kernels = *new std::map<std::string, Function>;
-
-using Graph = std::vector<Node>;
 
 Stream& made(CUstream& handle, Context* context) {
   auto stream = std::make_shared<Stream>(context);
@@ -96,6 +100,13 @@ Stream* stream_of(CUstream handle) {
 }
 
 CUresult submit(CUstream handle, std::function<void()> work) {
+  Node node;
+  node.type = CU_GRAPH_NODE_TYPE_MEMCPY;
+  node.run = work;
+  return submit(handle, std::move(node), std::move(work));
+}
+
+CUresult submit(CUstream handle, Node node, std::function<void()> work) {
   if (const CUresult bad = usable()) return bad;
   if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   Stream* stream = stream_of(handle);
@@ -103,7 +114,8 @@ CUresult submit(CUstream handle, std::function<void()> work) {
   {
     const std::lock_guard lock(stream->mutex);
     if (stream->capture != nullptr) {
-      stream->capture->push_back({std::move(work)});
+      node.before = stream->captured;
+      stream->captured = {add_node(*stream->capture, std::move(node))};
       return CUDA_SUCCESS;
     }
   }
@@ -111,7 +123,6 @@ CUresult submit(CUstream handle, std::function<void()> work) {
   return CUDA_SUCCESS;
 }
 
-namespace {
 // Shared: one may be destroyed by its thread while another waits for it.
 std::vector<std::shared_ptr<Stream>> all_streams() {
   const std::lock_guard lock(mutex);
@@ -120,7 +131,6 @@ std::vector<std::shared_ptr<Stream>> all_streams() {
   if (legacy) all.push_back(legacy);
   return all;
 }
-}  // namespace
 
 bool any_busy() {
   const auto all = all_streams();
@@ -190,17 +200,48 @@ FAKE CUresult cuEventCreate(CUevent* event, unsigned) {
   *event = reinterpret_cast<CUevent>(new Event);
   return usable();
 }
-FAKE CUresult cuEventDestroy_v2(CUevent event) {
-  delete reinterpret_cast<Event*>(event);
+FAKE CUresult cuEventDestroy_v2(CUevent handle) {
+  auto* event = reinterpret_cast<Event*>(handle);
+  const std::lock_guard lock(event->mutex);
+  event->destroyed = true;
   return CUDA_SUCCESS;
 }
+
+namespace fake {
+
+std::function<void()> event_work(CUevent handle, bool record) {
+  auto* event = reinterpret_cast<Event*>(handle);
+  return [event, record] {
+    std::unique_lock lock(event->mutex);
+    if (event->destroyed) {
+      std::fprintf(stderr, "fake CUDA: a graph runs with an event that was destroyed\n");
+      std::abort();
+    }
+    if (!record) return event->wake.wait(lock, [event] { return event->done >= event->recorded; });
+    event->done = ++event->recorded;
+    event->wake.notify_all();
+  };
+}
+
+}  // namespace fake
+
 FAKE CUresult cuEventRecord(CUevent handle, CUstream stream) {
   note("cuEventRecord");
   auto* event = reinterpret_cast<Event*>(handle);
+  if (Stream* const known = stream_of(stream)) {
+    const std::lock_guard lock(known->mutex);
+    if (known->capture != nullptr) {
+      const std::lock_guard other(event->mutex);
+      event->graph = known->capture;
+      event->captured = known->captured;
+      return CUDA_SUCCESS;
+    }
+  }
   std::size_t number = 0;
   {
     const std::lock_guard lock(event->mutex);
     number = ++event->recorded;
+    event->graph = nullptr;
   }
   return submit(stream, [event, number] {
     const std::lock_guard lock(event->mutex);
@@ -222,6 +263,27 @@ FAKE CUresult cuEventQuery(CUevent handle) {
 }
 FAKE CUresult cuStreamWaitEvent(CUstream stream, CUevent handle, unsigned) {
   auto* event = reinterpret_cast<Event*>(handle);
+  Graph* graph = nullptr;
+  std::vector<Node*> captured;
+  {
+    const std::lock_guard lock(event->mutex);
+    graph = event->graph;
+    captured = event->captured;
+  }
+  if (graph != nullptr) {
+    // The stream comes into the capture, or waits for another part of it.
+    Stream* const known = stream_of(stream);
+    if (known == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+    const std::lock_guard lock(known->mutex);
+    if (known->capture != nullptr && known->capture != graph) return CUDA_ERROR_STREAM_CAPTURE_MERGE;
+    known->capture = graph;
+    for (Node* node : captured) {
+      if (std::find(known->captured.begin(), known->captured.end(), node) == known->captured.end()) {
+        known->captured.push_back(node);
+      }
+    }
+    return CUDA_SUCCESS;
+  }
   return submit(stream, [event] {
     std::unique_lock lock(event->mutex);
     event->wake.wait(lock, [event] { return event->done >= event->recorded; });
@@ -238,20 +300,36 @@ FAKE CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char* na
   return usable();
 }
 
-// add(pointer, int value, size_t count), spin(int ms), wait(int* flag on the host: until it is not 0).
-FAKE CUresult cuLaunchKernel(CUfunction handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                             CUstream stream, void** p, void**) {
-  note("cuLaunchKernel");
+namespace fake {
+
+// add(pointer, int value, size_t count), spin(int ms), wait(int* flag on the host: until it is not 0), nccl(pointer to
+// a function that is called with this pointer).
+std::vector<std::size_t> kernel_arguments(CUfunction handle) {
+  const std::string& name = reinterpret_cast<Function*>(handle)->name;
+  if (name == "spin") return {sizeof(int)};
+  if (name == "wait" || name == "nccl") return {sizeof(void*)};
+  if (name == "add") return {sizeof(CUdeviceptr), sizeof(int), sizeof(std::size_t)};
+  return {};
+}
+
+CUresult kernel_work(CUfunction handle, void** p, std::function<void()>& work) {
   const std::string& name = reinterpret_cast<Function*>(handle)->name;
   if (name == "spin") {
     const int ms = *static_cast<int*>(p[0]);
-    return submit(stream, [ms] { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); });
+    work = [ms] { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
+    return CUDA_SUCCESS;
   }
   if (name == "wait") {
     auto* flag = *static_cast<std::atomic<int>**>(p[0]);
-    return submit(stream, [flag] {
+    work = [flag] {
       while (flag->load() == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    });
+    };
+    return CUDA_SUCCESS;
+  }
+  if (name == "nccl") {
+    void* const plan = *static_cast<void**>(p[0]);
+    work = [plan] { (*static_cast<void (**)(void*)>(plan))(plan); };
+    return CUDA_SUCCESS;
   }
   if (name == "add") {
     const auto address = static_cast<std::uintptr_t>(*static_cast<CUdeviceptr*>(p[0]));
@@ -259,63 +337,37 @@ FAKE CUresult cuLaunchKernel(CUfunction handle, unsigned, unsigned, unsigned, un
     const std::size_t count = *static_cast<std::size_t*>(p[2]);
     if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     if (!accessible(address, count * sizeof(int), current()->device)) return CUDA_ERROR_ILLEGAL_ADDRESS;
-    return submit(stream, [address, value, count] {
+    work = [address, value, count] {
       auto* numbers = static_cast<int*>(translate(address));
       for (std::size_t i = 0; i < count; ++i) numbers[i] += value;
-    });
+    };
+    return CUDA_SUCCESS;
   }
-  return name == "empty" ? usable() : CUDA_ERROR_INVALID_HANDLE;
+  return name == "empty" ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+
+}  // namespace fake
+
+FAKE CUresult cuLaunchKernel(CUfunction handle, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                             CUstream stream, void** p, void**) {
+  note("cuLaunchKernel");
+  std::function<void()> work;
+  if (const CUresult bad = kernel_work(handle, p, work)) return bad;
+  if (!work) return usable();
+  Node node;
+  node.type = CU_GRAPH_NODE_TYPE_KERNEL;
+  node.kernel.func = handle;
+  const auto sizes = kernel_arguments(handle);
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    node.arguments.emplace_back(static_cast<char*>(p[i]), static_cast<char*>(p[i]) + sizes[i]);
+  }
+  return submit(stream, std::move(node), std::move(work));
 }
 
 FAKE CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
   note("cuLaunchHostFunc");
-  return submit(stream, [function, data] { function(data); });
-}
-
-FAKE CUresult cuStreamBeginCapture_v2(CUstream handle, CUstreamCaptureMode mode) {
-  note("cuStreamBeginCapture_v2");
-  if (const CUresult bad = usable()) return bad;
-  Stream* stream = stream_of(handle);
-  if (stream == nullptr || handle == nullptr || handle == CU_STREAM_LEGACY) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-  const std::lock_guard lock(stream->mutex);
-  if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
-  stream->capture = new Graph;
-  stream->mode = mode;
-  stream->captured_by = std::this_thread::get_id();
-  return CUDA_SUCCESS;
-}
-FAKE CUresult cuStreamBeginCapture(CUstream stream) {
-  return cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_GLOBAL);
-}
-FAKE CUresult cuStreamEndCapture(CUstream handle, CUgraph* graph) {
-  note("cuStreamEndCapture");
-  Stream* stream = stream_of(handle);
-  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-  const std::lock_guard lock(stream->mutex);
-  if (stream->capture == nullptr) return CUDA_ERROR_ILLEGAL_STATE;
-  if (stream->mode != CU_STREAM_CAPTURE_MODE_RELAXED && stream->captured_by != std::this_thread::get_id()) {
-    return CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
-  }
-  *graph = reinterpret_cast<CUgraph>(stream->capture);
-  stream->capture = nullptr;
-  return CUDA_SUCCESS;
-}
-FAKE CUresult cuGraphInstantiateWithFlags(CUgraphExec* exec, CUgraph graph, unsigned long long) {
-  *exec = reinterpret_cast<CUgraphExec>(new Graph(*reinterpret_cast<Graph*>(graph)));
-  return usable();
-}
-FAKE CUresult cuGraphLaunch(CUgraphExec exec, CUstream stream) {
-  note("cuGraphLaunch");
-  for (const Node& node : *reinterpret_cast<Graph*>(exec)) {
-    if (const CUresult bad = submit(stream, node.run)) return bad;
-  }
-  return CUDA_SUCCESS;
-}
-FAKE CUresult cuGraphExecDestroy(CUgraphExec exec) {
-  delete reinterpret_cast<Graph*>(exec);
-  return CUDA_SUCCESS;
-}
-FAKE CUresult cuGraphDestroy(CUgraph graph) {
-  delete reinterpret_cast<Graph*>(graph);
-  return CUDA_SUCCESS;
+  Node node;
+  node.type = CU_GRAPH_NODE_TYPE_HOST;
+  node.host = {function, data};
+  return submit(stream, std::move(node), [function, data] { function(data); });
 }

@@ -3,6 +3,9 @@
 // Operations truly wait for their partners: a creation for all members, the first collective for all of them in the call
 // itself, every operation in its stream, which stands still until its partners have come. So whoever misses one hangs
 // the others. A communicator that was destroyed must not be used: that ends the process. Data are int64 (type 4).
+//
+// Captured into a CUDA graph, an operation adds nodes as NVIDIA's NCCL does, waits for its partners in each
+// replay, and keeps its communicator from being destroyed until the graph's user objects are gone.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -162,6 +165,10 @@ struct Comm {
   std::map<std::string, std::uint64_t> lanes;
   std::map<int, std::int64_t> reductions;
   std::atomic<int> busy{0};  // threads of its own
+  std::atomic<int> graphs{0};  // captured calls whose graphs live
+  std::map<std::string, std::uint64_t> captured;  // calls, by lane
+  void* event = nullptr;  // of the driver; gone with the communicator
+  std::uint64_t capture = 0;  // the last one that waits for the event
   std::uint64_t last = 0x0280028002800280ULL;  // and ends
 
   bool blocking() const { return __atomic_load_n(&config.blocking, __ATOMIC_ACQUIRE) != 0; }
@@ -243,6 +250,105 @@ void run_ops(void* data) {
   for (const Op& op : *ops) await(op.key, op.size, op.comm->aborted, op.take);
 }
 
+// ---- captured operations
+
+template <typename Function>
+Function* driver_function(const char* name) {
+  void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  return driver == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(driver, name));
+}
+
+// What is captured of one call, or of a group, on one stream. Its first word is what a kernel of the fake driver calls.
+struct Plan {
+  void (*check)(void*);
+  std::vector<Op> ops;
+  std::atomic<bool> reclaimed{false};
+  std::uint64_t replays = 0;
+};
+
+void check_plan(void* data) {
+  auto* plan = static_cast<Plan*>(data);
+  for (const Op& op : plan->ops) {
+    if (!plan->reclaimed && !op.comm->destroyed) continue;
+    std::fprintf(stderr, "fake NCCL: a graph runs with what is left of a communicator that was destroyed\n");
+    std::abort();
+  }
+}
+
+void run_plan(void* data) {
+  auto* plan = static_cast<Plan*>(data);
+  check_plan(plan);
+  const std::string replay = ":" + std::to_string(plan->replays++);
+  for (const Op& op : plan->ops) arrive(op.key + replay, op.put);
+  for (const Op& op : plan->ops) await(op.key + replay, op.size, op.comm->aborted, op.take);
+}
+
+// The graphs that hold the plan are gone. The plan is kept, so that a later use is seen.
+void reclaim(void* data) {
+  auto* plan = static_cast<Plan*>(data);
+  plan->reclaimed = true;
+  for (const Op& op : plan->ops) --op.comm->graphs;
+}
+
+std::atomic<int> kernels_in_a_call{1};
+
+// The capture's number, and its graph; 0: none, or a driver without graphs.
+std::uint64_t capture_of(void* stream, void** graph) {
+  auto* ask = driver_function<int(void*, int*, std::uint64_t*, void**, const void**, std::size_t*)>(
+      "cuStreamGetCaptureInfo_v2");
+  int status = 0;
+  std::uint64_t id = 0;
+  if (ask == nullptr || ask(stream, &status, &id, graph, nullptr, nullptr) != 0 || status != 1) return 0;
+  return id;
+}
+
+void captured(void* stream, std::uint64_t id, void* graph, const std::vector<Op>& ops) {
+  auto* plan = new Plan{check_plan, ops};
+  Comm& comm = *ops.front().comm;
+  const auto need = [](int result) {
+    if (result != 0) std::abort();
+  };
+  for (Op& op : plan->ops) {
+    ++op.comm->graphs;
+    const std::lock_guard lock(op.comm->mutex);
+    // In each replay its partners are the calls that all members captured as their n-th.
+    const std::string lane = op.key.substr(op.comm->key.size(), op.key.rfind(':') - op.comm->key.size());
+    --op.comm->lanes[lane.substr(1)];  // it is none of the calls that are made one after another
+    op.key = op.comm->key + lane + ":g" + std::to_string(op.comm->captured[lane]++);
+  }
+  if (comm.event == nullptr) need(driver_function<int(void**, unsigned)>("cuEventCreate")(&comm.event, 2));
+  if (std::exchange(comm.capture, id) != id) {
+    void* node = nullptr;
+    need(driver_function<int(void**, void*, void**, std::size_t, void*)>("cuGraphAddEventWaitNode")(
+        &node, graph, nullptr, 0, comm.event));
+    need(driver_function<int(void*, void**, std::size_t, unsigned)>("cuStreamUpdateCaptureDependencies")(stream, &node,
+                                                                                                        1, 0));
+  }
+  need(driver_function<int(void*, void (*)(void*), void*)>("cuLaunchHostFunc")(stream, run_plan, plan));
+  void* module = nullptr;
+  void* kernel = nullptr;
+  need(driver_function<int(void**, const void*)>("cuModuleLoadData")(&module, ""));
+  need(driver_function<int(void**, void*, const char*)>("cuModuleGetFunction")(&kernel, module, "nccl"));
+  void* arguments[] = {&plan};
+  using Launch = int(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+  for (int i = 0; i < kernels_in_a_call; ++i) {
+    need(driver_function<Launch>("cuLaunchKernel")(kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, nullptr));
+  }
+  int status = 0;
+  void** before = nullptr;
+  std::size_t count = 0;
+  need(driver_function<int(void*, int*, std::uint64_t*, void**, void***, std::size_t*)>("cuStreamGetCaptureInfo_v2")(
+      stream, &status, nullptr, nullptr, &before, &count));
+  std::vector<void*> dependencies(before, before + count);
+  void* record = nullptr;
+  need(driver_function<int(void**, void*, void**, std::size_t, void*)>("cuGraphAddEventRecordNode")(
+      &record, graph, dependencies.data(), count, comm.event));
+  void* object = nullptr;
+  need(driver_function<int(void**, void*, void (*)(void*), unsigned, unsigned)>("cuUserObjectCreate")(&object, plan,
+                                                                                                    reclaim, 1, 1));
+  need(driver_function<int(void*, void*, unsigned, unsigned)>("cuGraphRetainUserObject")(graph, object, 1, 1));
+}
+
 // All members of a communicator, several of which may be in one group of one thread.
 bool connect(const std::vector<Comm*>& comms) {
   for (const Comm* comm : comms) arrive(comm->key + ":connect", nullptr);
@@ -258,11 +364,21 @@ int launch(std::vector<Op> ops) {
     const std::lock_guard lock(op.comm->mutex);
     if (op.collective && !std::exchange(op.comm->connected, true)) fresh.push_back(op.comm);
   }
-  auto go = [ops, fresh] {
+  void* context = nullptr;
+  driver_function<int(void**)>("cuCtxGetCurrent")(&context);
+  auto go = [ops, fresh, context] {
+    driver_function<int(void*)>("cuCtxSetCurrent")(context);  // a thread of NCCL's own has the caller's device
     if (!connect(fresh)) return static_cast<int>(kSystemError);
     std::map<void*, std::vector<Op>> streams;
     for (const Op& op : ops) streams[op.stream].push_back(op);
-    for (auto& [stream, its] : streams) launch_host()(stream, run_ops, new std::vector<Op>(its));
+    for (auto& [stream, its] : streams) {
+      void* graph = nullptr;
+      if (const std::uint64_t capture = capture_of(stream, &graph)) {
+        captured(stream, capture, graph, its);
+      } else {
+        launch_host()(stream, run_ops, new std::vector<Op>(its));
+      }
+    }
     return static_cast<int>(kSuccess);
   };
   return fresh.empty() ? go() : beside(*ops.front().comm, go);
@@ -304,6 +420,9 @@ int collective(void* handle, const char* api, const void* send, std::size_t offs
 void copy(std::int64_t* to, const std::int64_t* from, std::size_t count, bool) { std::memcpy(to, from, count * 8); }
 
 }  // namespace
+
+// How many kernels a captured call takes from now on: another algorithm.
+FAKE void fakeNcclKernels(int count) { kernels_in_a_call = count; }
 
 // ---- the beginning and end of communicators
 
@@ -433,7 +552,8 @@ FAKE int ncclCommFinalize(void* handle) {
 }
 FAKE int ncclCommDestroy(void* handle) {
   Comm& comm = used(handle, "ncclCommDestroy");
-  while (comm.busy > 0) std::this_thread::yield();
+  while (comm.busy > 0 || comm.graphs > 0) std::this_thread::yield();
+  if (comm.event != nullptr) driver_function<int(void*)>("cuEventDestroy_v2")(comm.event);
   comm.destroyed = true;  // kept, so that a later use is seen
   return kSuccess;
 }

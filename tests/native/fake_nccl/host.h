@@ -154,7 +154,15 @@ class Host {
     CHECK(recv(connection_, &byte, 1, 0) == 0);
     bind();
   }
-  std::vector<std::string> refusals() {
+  std::vector<std::string> refusals() { return prepare(false); }
+  std::vector<std::string> reasons() { return prepare(true); }
+
+  std::uint64_t process = 0;
+  std::uint64_t attempt = 1;
+  std::uint64_t round = 0;
+
+ private:
+  std::vector<std::string> prepare(bool reasons) {
     Writer out;
     out.array(2).number(wire::kPrepare).number(++request_);
     send(out);
@@ -165,17 +173,13 @@ class Host {
     for (std::size_t left = in.array(); left > 0; --left) {
       CHECK(in.array() == 3);
       const std::string communicator(in.text());
-      found.push_back(communicator + " " + std::string(in.text()));
-      CHECK(!in.text().empty());
+      const std::string api(in.text());
+      const std::string why(in.text());
+      CHECK(!why.empty());
+      found.push_back(reasons ? why : communicator + " " + api);
     }
     return found;
   }
-
-  std::uint64_t process = 0;
-  std::uint64_t attempt = 1;
-  std::uint64_t round = 0;
-
- private:
   void send(Writer& message) {
     const std::string body = message.take();
     const wire::Header header{wire::kMagic, static_cast<std::uint32_t>(body.size())};

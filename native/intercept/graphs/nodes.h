@@ -1,0 +1,30 @@
+// Nodes of CUDA graphs: what they are, how one takes over what another one does.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../cuda_api.h"
+
+namespace moorage::graphs::nodes {
+
+using List = std::vector<CUgraphNode>;
+
+List of(CUgraph graph);
+// Those of child graphs as well.
+List all_of(CUgraph graph);
+CUgraphNodeType type(CUgraphNode node);
+const char* type_name(CUgraphNode node);
+// Can a node of this type take over what another one does?
+bool movable(CUgraphNode node);
+// Node for node of the same types, with the same edges among each other?
+bool same_shape(const List& one, const List& other);
+// `to` does from now on what `from` does. False, and why.
+bool move(CUgraphNode from, CUgraphNode to, std::string& why);
+// In `graph`, nodes like `fresh` take the place of `old`, which go. False, and why.
+bool replace(CUgraph graph, List& old, const List& fresh, std::string& why);
+// The graph within a child graph node; null: it is none.
+CUgraph child(CUgraphNode node);
+
+}  // namespace moorage::graphs::nodes
