@@ -1,6 +1,6 @@
 """NVIDIA's NCCL behind the libnccl proxy: what a cut takes on real ranks, and what the proxy costs, paired.
 
-    python -m bench.gpu_nccl [--cuts N] [--blocks N] [--seconds S]          (from the root of the checkout)
+    python -m bench.gpu_nccl [--cuts N] [--blocks N] [--tests F]          (from the root of the checkout)
 
 Needs one or more GPUs; two ranks, on a GPU each if there are two, each a host of its own to NCCL. *Cuts*: DDP training
 whose ranks pause at different times is stopped at random instants; from the request until all streams are dry at a
@@ -84,9 +84,14 @@ def main() -> int:
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=12.0, help="at most, for each kind of work")
     parser.add_argument("--commit", default="", help="of this tree, where there is no git")
+    parser.add_argument("--tests", type=Path, help="lines of tests/gpu/test_nccl_cuts.py, to stand beside the figures")
     options = parser.parse_args()
     figures: dict[str, Any] = {"gpus": len(gpu_host.information())}
     targets: list[Target] = []
+    if options.tests is not None and options.tests.exists():
+        figures["programs"] = [json.loads(line) for line in options.tests.read_text().splitlines()]
+        differing = sum(not line["equal"] for line in figures["programs"])
+        targets.append(Target("programs that did not end as undisturbed", differing, "", "<=", 0))
     failed = False
     try:
         if options.blocks:

@@ -14,7 +14,7 @@
 #   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
 #   nccl-cuts   2 and 4 ranks on one GPU lose their communicators and get new ones    (1 to 3 minutes)
 #   nccl-bench  bench.gpu_nccl: what a cut takes, and what the proxy costs             (1 to 2 minutes)
-#   nccl        programs of two ranks with NCCL: needs two GPUs                       (5 to 7 minutes)
+#   nccl        programs of two ranks with NCCL: needs two GPUs                       (10 minutes)
 #   two         what else only two GPUs can show: speed, shared memory, in TWO_SECONDS (4 minutes)
 #   nccl-graphs CUDA graphs with NCCL's calls over a rebuild of communicators          (1 minute)
 # Nothing is built when MOORAGE_LIBCUDA_PROXY, MOORAGE_LIBNCCL_PROXY and MOORAGE_INIT name what was built elsewhere.
@@ -75,13 +75,15 @@ for name in $stages; do
     nccl-smoke) LINES_SHOWN=100 stage nccl-smoke 150 bash -c "tests -x -s tests/gpu/test_nccl.py -k two_ranks_of_one_pod" ;;
     # Nothing is restored, so several programs may share the GPU, with ranks that are processes of their own.
     nccl-cuts) LINES_SHOWN=150 stage nccl-cuts "${CUTS_SECONDS:-200}" bash -c "tests -n ${CUTS_JOBS:-2} -rA tests/gpu/test_nccl_cuts.py" ;;
-    nccl-bench) stage nccl-bench 180 "$python" -m bench.gpu_nccl --seconds "${BENCH_SECONDS:-12}" --commit "$commit" ;;
+    nccl-bench) stage nccl-bench 180 "$python" -m bench.gpu_nccl --seconds "${BENCH_SECONDS:-12}" \
+      --tests "$out/nccl_cuts.jsonl" --commit "$commit" ;;
     nccl)
       # CRIU writes some GiB for each checkpoint: into memory. Not a share of it: a virtual machine may begin with little.
       fast=/var/tmp/moorage-nccl-evidence
       mkdir -p $fast && mount -t tmpfs -o size=${NCCL_ROOM:-80g},mode=755,huge=always tmpfs $fast && export MOORAGE_TEST_FOLDER=$fast
-      export MOORAGE_NCCL_TIMES=${MOORAGE_NCCL_TIMES:-10}
-      LINES_SHOWN=150 stage nccl "${NCCL_SECONDS:-420}" bash -c "tests -s tests/gpu/test_nccl.py -k 'a_program ${NCCL_ONLY:-}'"
+      # Ten programs of some 70 s each. For more of one: NCCL_ONLY='and fsdp' MOORAGE_NCCL_TIMES=20 MOORAGE_NCCL_WITHIN=400.
+      export MOORAGE_NCCL_TIMES=${MOORAGE_NCCL_TIMES:-10} MOORAGE_NCCL_WITHIN=${MOORAGE_NCCL_WITHIN:-25}
+      LINES_SHOWN=150 stage nccl "${NCCL_SECONDS:-600}" bash -c "tests -s tests/gpu/test_nccl.py -k 'a_program ${NCCL_ONLY:-}'"
       unset MOORAGE_TEST_FOLDER
       umount -l $fast
       ;;
