@@ -111,6 +111,7 @@ def _enter(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
     record.deadline = clock.now() + order.remaining_seconds
     record.frozen_since = record.pause_seconds = 0.0
     record.generation = order.store_generation
+    pod.ran_on.clear()
     if record.phase in GONE_PHASES:
         pod.save()
         pod.publish()
@@ -205,7 +206,8 @@ async def capture(pod: Pod, order: worker_pb2.AttemptOrder) -> tuple[Timings, in
         stands, _ = await timed(timings, "vote", all_ended(voting, saving))
     if not stands:
         raise AttemptAborted(f"attempt {order.attempt} was settled before {pod.label} could vote")
-    if record.kind == "stop":
+    # What the GPU has is on its way since the capture; the rest of such a pod need not wait until the driver is back.
+    if record.kind == "stop" or (pod_gpu.has(pod) and not pod.gone):
         persist.begin(pod)
     return timings, record.image_bytes
 
@@ -323,6 +325,7 @@ async def _run_on(pod: Pod, outcome: Outcome) -> None:
         record.frozen_since = 0.0
     reason = f"attempt {outcome.attempt} was aborted: {outcome.reason}" if outcome.kind == "abort" else ""
     record.attempt = 0
+    pod.ran_on.set()
     if not pod.gone:
         pod.change(Change.THAWED, reason)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import subprocess
 from collections.abc import Sequence
@@ -96,6 +98,8 @@ class NodeGpus:
         self.faults = gpu_health.Faults(state / "gpu-faults.json", boot)
         self.broker = BrokerClient(state / "gpu")
         self._taken: dict[str, list[str]] = {}
+        self._leaving: set[str] = set()
+        self._released = asyncio.Event()
 
     def free(self) -> list[str]:
         """UUIDs of healthy GPUs that no pod has, in the order in which they are given out."""
@@ -107,6 +111,21 @@ class NodeGpus:
         """They are the pod's now."""
         self._taken[pod] = list(uuids)
 
+    def leave(self, pod: str) -> None:
+        """The pod is over; `release` follows when its memory was given back, or copied."""
+        if pod in self._taken:
+            self._leaving.add(pod)
+
     def release(self, pod: str) -> None:
         """They are nobody's again."""
         self._taken.pop(pod, None)
+        self._leaving.discard(pod)
+        self._released.set()
+
+    async def enough(self, wanted: int, seconds: float) -> None:
+        """Until ``wanted`` GPUs are free, or no pod is about to leave any more, at most ``seconds``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while len(self.free()) < wanted and self._leaving:
+                    self._released.clear()
+                    await self._released.wait()

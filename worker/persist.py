@@ -53,6 +53,7 @@ async def cancel(pod: Pod) -> None:
     """Stop what `begin` started and wait until it has ended."""
     if pod.persisting is not None:
         pod.cancel_persist.set()
+        pod.ran_on.set()
         await asyncio.gather(pod.persisting, return_exceptions=True)
         pod.persisting = None
 
@@ -79,6 +80,8 @@ async def _persist(pod: Pod) -> None:
             await pod_gpu.forget(pod, staged.attempt)
         await asyncio.to_thread(uploads.stored, pod, staged, written.manifest)
         pod.node.upload.set()
+        if pod.record.kind == "resume" and pod.record.attempt == staged.attempt:
+            await pod.ran_on.wait()  # the vote tells how long it stood still
         vote = msgspec.structs.replace(
             vote,
             finished=staged.finished,

@@ -64,6 +64,7 @@ class Pod:
         self.captured_layer: LayerCapture | None = None
         self.index: CaptureIndex | None = None
         self.cancel_persist = threading.Event()
+        self.ran_on = asyncio.Event()  # after the attempt under way, or nobody waits for that any more
         self.sessions: dict[int, str] = {}  # exec sessions under way: number and command
         #: What to do when something happens that the attempt under way cannot survive: gets a sentence.
         self.on_spoiled: Callable[[str], Awaitable[None]] | None = None

@@ -42,6 +42,8 @@ REAL = f"{FOLDER}/libcuda.so.1"
 PROXY = "libcuda.so.1"
 _NICE = 10
 _KEPT_SECONDS = 30.0
+#: How long a new pod waits for the GPUs of one that is over and still keeps its memory, or gives it back.
+_LEAVE_SECONDS = 30.0
 #: 0 in a job's environment: its device memory is never copied while it runs.
 PRECOPY = "MOORAGE_GPU_PRECOPY"
 _PRECOPY_SHARE, _PRECOPY_SECONDS = 0.4, 30.0  # of an attempt's time, and of the order to prepare
@@ -66,6 +68,7 @@ async def attach(pod: Pod) -> None:
     if not has(pod):
         return
     if not pod.record.gpus:
+        await pod.node.gpus.enough(pod.spec.gpus_per_pod, _LEAVE_SECONDS)
         pod.record.gpus = _choose(pod)
         pod.save()
     await asyncio.to_thread(_lay_folder, pod)
@@ -334,6 +337,7 @@ async def detach(pod: Pod, keep: str = "") -> None:
     Raises nothing.
     """
     if has(pod):
+        pod.node.gpus.leave(pod.container)
         place: Literal["", "gpu", "host"] = "gpu" if keep == "gpu" else "host" if keep == "host" else ""
         await _quietly(pod, m.Detach(pod.container, place, _kept_key(pod)))
         if not pod.node.gpus.broker.alive():

@@ -1,12 +1,14 @@
 """Counts in device memory of the library that it is given, by calls that the libcuda proxy sees; checks all it has.
 
-``gpu_counter.py LIBCUDA [PAUSE]``: says ``step N``; the number itself is on the device. A block of noise beside it must
-stay as it is. Ends with 1 when a call fails or a byte is not right.
+``gpu_counter.py LIBCUDA [PAUSE [unsaved]]``: says ``step N``; the number itself is on the device. A block of noise
+beside it must stay as it is. Ends with 1 when a call fails or a byte is not right. ``unsaved``: until it gets SIGUSR1
+it has memory that no checkpoint holds.
 """
 
 import ctypes
 import itertools
 import os
+import signal
 import sys
 import time
 
@@ -36,6 +38,10 @@ count, noise = allocate(BLOCK), allocate(BLOCK)
 expected = os.urandom(BLOCK)
 call("cuMemcpyHtoD_v2", noise, expected, ctypes.c_size_t(BLOCK))
 call("cuMemcpyHtoD_v2", count, bytes(8), ctypes.c_size_t(8))
+if "unsaved" in sys.argv:
+    managed = ctypes.c_uint64()
+    call("cuMemAllocManaged", ctypes.byref(managed), ctypes.c_size_t(6 << 20), 1)
+    signal.signal(signal.SIGUSR1, lambda *_: call("cuMemFree_v2", managed))
 os.write(1, b"nonce %s\n" % os.urandom(8).hex().encode())
 number, seen = ctypes.c_uint64(), ctypes.create_string_buffer(BLOCK)
 for step in itertools.count(1):

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -413,5 +413,61 @@ def test_two_gpus_of_a_pod_are_saved_side_by_side_and_come_back_exchanged(tmp_pa
         for process in back:
             await process.end()
         assert devices[0].mapped == devices[1].mapped == 0
+
+    run(tmp_path, test)
+
+
+class _Failing(FakeDriver):
+    """``fails``: the step that the driver refuses. ``done``: all steps, in order."""
+
+    fails: ClassVar[str] = ""
+    done: ClassVar[list[str]] = []
+
+    def _do(self, step: str) -> None:
+        self.done.append(step)
+        if self.fails == step:
+            raise DeviceFailed(f"driver checkpoint of process {self.pid}: {step} failed: CUDA_ERROR_UNKNOWN")
+
+    def lock(self, seconds: float) -> None:
+        self._do("lock")
+
+    def checkpoint(self) -> None:
+        self._do("checkpoint")
+
+    def restore(self, mapping: dict[str, str] | None = None) -> None:
+        self._do("restore")
+
+    def unlock(self) -> None:
+        self._do("unlock")
+
+
+@pytest.mark.parametrize("step", ["lock", "checkpoint", "restore", ""])
+def test_a_step_that_the_driver_refuses_is_named_and_processes_go_through_each_step_together(
+    tmp_path: Path, step: str
+) -> None:
+    async def test(rig: Rig) -> None:
+        rig.broker = Broker(Devices(lambda _: rig.device, lambda _: 0), _Failing)  # type: ignore[arg-type]
+        _Failing.fails, _Failing.done[:] = step, []
+        path, data = await rig.attach("pod"), numbers(9, 1)
+        processes = [FakeProcess(path, {1: memory(data)}), FakeProcess(path, {1: memory(data)})]
+        await rig.known("pod", 2 * len(data))
+        await rig.begin("pod", 1)
+        said = rf"driver checkpoint of process \d+: {step} failed"
+        if step in ("lock", "checkpoint"):
+            with pytest.raises(DeviceFailed, match=said):
+                await rig.broker.do(m.Quiesce("pod", 1, 5.0))
+        else:
+            await rig.broker.do(m.Quiesce("pod", 1, 5.0))
+            assert _Failing.done == ["lock"] * 2 + ["checkpoint"] * 2
+        if step == "restore":
+            with pytest.raises(DeviceFailed, match=said):
+                await rig.broker.do(m.BringBack("pod", 5.0))
+            assert all(process.level == 3 for process in processes), "none runs without the others"
+            _Failing.fails = ""
+        await rig.broker.do(m.BringBack("pod", 5.0))
+        assert _Failing.done[-4:] == ["restore"] * 2 + ["unlock"] * 2
+        for process in processes:
+            assert process.level == 0 and content(process.blocks[1]) == data
+            await process.end()
 
     run(tmp_path, test)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moorage.errors import MoorageError
+from moorage.errors import MoorageError, Unavailable
 from moorage.store import Store
+from moorage.v1.types_pb2 import JobSpec
 from moorage.worker.gpu.blocks import SavedMemory
 from tests.support.end_thread import end_thread
 from tests.support.worker_rig import Orders, WorkerRig, counter_spec, in_order, steps, wait_for
@@ -107,10 +109,10 @@ def rig() -> Iterator[GpuRig]:
         yield made
 
 
-async def _start(orders: Orders, job: str) -> None:
+async def _start(orders: Orders, job: str, *arguments: str) -> None:
     rig = orders.rig
     assert isinstance(rig, GpuRig)
-    command = [sys.executable, "-S", str(PROGRAM), str(rig.library)]
+    command = [sys.executable, "-S", str(PROGRAM), str(rig.library), *arguments]
     await orders.start(job, counter_spec(command=command, gpus_per_pod=1))
     await _counts_on(orders, job)
 
@@ -120,6 +122,12 @@ async def _counts_on(orders: Orders, job: str) -> None:
     said = len(steps(await orders.output(job)))
     text = await orders.until_output(job, lambda text: len(steps(text)) >= said + 5)
     assert in_order(steps(text)) and text.count("nonce") == 1, text[-300:]
+
+
+def _programs(rig: GpuRig, job: str) -> list[int]:
+    """The job's own processes, without pid 1."""
+    pids = rig.cgroup(job).processes()
+    return [pid for pid in pids if PROGRAM.name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"--")[0]]
 
 
 def _control_threads(rig: GpuRig, job: str) -> list[int]:
@@ -247,3 +255,67 @@ def test_a_proxy_whose_control_thread_is_gone_is_named_and_the_job_runs_on(rig: 
             await orders.kill("deaf", any_incarnation=True)
 
     asyncio.run(main())
+
+
+def test_what_a_process_has_that_cannot_be_saved_is_named_and_a_gpu_is_one_pods(rig: GpuRig) -> None:
+    async def main() -> None:
+        async with rig.orders() as orders:
+            await _start(orders, "unsaved", "0.02", "unsaved")
+            await orders.begin("unsaved", 1)
+            (reply,) = await orders.all_pods("PreparePod", "unsaved", 1, "resume")
+            (refusal,) = reply.refusals
+            assert re.fullmatch(r"process \d+ \(python.*\), cuMemAllocManaged", refusal.what), refusal.what
+            assert refusal.why == "6 MiB of managed memory, which the driver does not save"
+            await orders.conclude("unsaved", 1, "abort", "refused")
+            with pytest.raises(MoorageError, match="needs 1 GPUs, node node-1 has 0 free"):
+                await _start(orders, "second")
+            pids = _programs(rig, "unsaved")
+            assert pids
+            for pid in pids:
+                os.kill(pid, signal.SIGUSR1)
+            await _counts_on(orders, "unsaved")
+            (vote,) = (await orders.checkpoint("unsaved", 2)).values()
+            assert vote.ok, vote.reason
+            await orders.kill("unsaved")
+            await orders.kill("second")
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_dies_at_any_step_with_the_gpu_leaves_a_job_that_runs(rig: GpuRig) -> None:
+    steps_of_it = ("precopy.after", "quiesce.after", "capture.after", "back.before")
+
+    async def before(attempt: int, name: str) -> None:
+        async with rig.orders() as orders:
+            if attempt == 1:
+                await _start(orders, "hurt")
+                spec.append(orders.specs["hurt"])
+            orders.specs["hurt"], orders.incarnations["hurt"] = spec[0], 1
+            rig.arm(f"worker.gpu.{name}", "kill")
+            if name.startswith("back"):
+                await orders.capture("hurt", attempt)
+                await orders.conclude("hurt", attempt, "abort", "so that it comes back")
+            else:
+                with pytest.raises(Unavailable):
+                    await orders.capture("hurt", attempt, deadline=10.0)
+        assert rig.process is not None
+        await asyncio.to_thread(rig.process.wait, 30)
+
+    async def after(attempt: int) -> None:
+        async with rig.orders() as orders:
+            orders.specs["hurt"], orders.incarnations["hurt"] = spec[0], 1
+            await orders.attempts("hurt").abort(attempt, 1, "the worker died", "coordinator")
+            await orders.until("hurt", "running")
+            await _counts_on(orders, "hurt")
+            if attempt == len(steps_of_it):
+                (vote,) = (await orders.checkpoint("hurt", attempt + 1)).values()
+                assert vote.ok, vote.reason
+                assert _device_bytes(rig, vote.manifest) == 8 << 20
+                await orders.kill("hurt")
+
+    spec: list[JobSpec] = []
+    for attempt, name in enumerate(steps_of_it, start=1):
+        asyncio.run(before(attempt, name))
+        rig.kill_worker()
+        rig.start_worker()
+        asyncio.run(after(attempt))

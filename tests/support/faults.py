@@ -25,7 +25,7 @@ NOT_REACHED: dict[str, str] = (
         for side in ("before", "after")
     }
     | {
-        f"{step}.{side}": "needs a GPU; tests/gpu/test_faults.py kills it there"
+        f"{step}.{side}": "needs a GPU; tests/gpu/test_faults.py kills it there, and tests/single/test_gpu_node.py some"
         for step in (*(f"worker.gpu.{step}" for step in ("precopy", "quiesce", "capture", "back", "fill")), "gpu.spawn")
         for side in ("before", "after")
     }
