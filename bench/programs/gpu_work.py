@@ -1,6 +1,8 @@
-"""Four loops whose time the proxy could change; prints a JSON object with the seconds of each. For `gpu_overhead`."""
+"""Loops whose time the proxy could change; prints a JSON object with the seconds of each. For `gpu_overhead`."""
 
+import ctypes
 import json
+import random
 import time
 from collections.abc import Callable
 
@@ -36,6 +38,48 @@ def allocate() -> None:
         torch.cuda.empty_cache()
 
 
+cuda = ctypes.CDLL("libcuda.so.1")
+cuda.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+cuda.cuMemFree_v2.argtypes = [ctypes.c_uint64]
+
+
+def take(mib: int) -> int:
+    """Memory from the driver itself, in MiB."""
+    pointer = ctypes.c_uint64()
+    if status := cuda.cuMemAlloc_v2(ctypes.byref(pointer), mib << 20):
+        raise RuntimeError(f"cuMemAlloc answered {status}")
+    return pointer.value
+
+
+def give(pointer: int) -> None:
+    if status := cuda.cuMemFree_v2(pointer):
+        raise RuntimeError(f"cuMemFree answered {status}")
+
+
+def pairs(mib: int) -> Callable[[], None]:
+    return lambda: give(take(mib))
+
+
+def mixed() -> None:
+    """Many sizes, with some memory in use all the time."""
+    draw = random.Random(1)
+    held = [take(2 * draw.randint(1, 32)) for _ in range(16)]
+    for _ in range(100):
+        give(held.pop(draw.randrange(len(held))))
+        held.append(take(2 * draw.randint(1, 32)))
+    for pointer in held:
+        give(pointer)
+
+
+def never_again() -> None:
+    """Each size only once: nothing that was freed before fits."""
+    global largest
+    for _ in range(10):
+        largest += 2
+        give(take(largest))
+
+
+largest = 600
 stream = torch.cuda.Stream()
 stream.wait_stream(torch.cuda.current_stream())
 with torch.cuda.stream(stream):
@@ -64,6 +108,11 @@ print(
             "graph replay": seconds(graph.replay, 600),
             "decode": seconds(decode, 100),
             "allocation": seconds(allocate, 50),
+            "allocation of 2 MiB": seconds(pairs(2), 500),
+            "allocation of 32 MiB": seconds(pairs(32), 500),
+            "allocation of 512 MiB": seconds(pairs(512), 200),
+            "allocation of many sizes": seconds(mixed, 10),
+            "allocation of new sizes": seconds(never_again, 10),
         }
     )
 )

@@ -72,7 +72,7 @@ CUresult allocate(CUdeviceptr* pointer, std::size_t size) {
                              .asked = size,
                              .context = place.context};
   }
-  control::news();
+  control::new_block();
   *pointer = address;
   return CUDA_SUCCESS;
 }

@@ -18,7 +18,6 @@ namespace {
 
 constexpr std::uint64_t kHandleMark = 0x4D47'0000'0000'0000;  // "MG": no handle of the driver's looks so
 constexpr std::uint64_t kHandleMask = 0xFFFF'0000'0000'0000;
-constexpr int kDevices = 64;
 
 // 0: not asked yet, 1: no, 2: yes.
 std::atomic<int> support[kDevices];
@@ -81,9 +80,9 @@ void drop_if_unused(State& all, const std::shared_ptr<Block>& block) {
   if (block->announced) {
     all.forgotten.push_back(block->id);
     all.last_forgotten_ns = gate::boottime_ns();
+    control::block_went();
   }
   all.blocks.erase(block->id);
-  control::news();
 }
 
 void refuse(State& all, const char* api, std::uint64_t address, std::uint64_t size) {
@@ -205,14 +204,7 @@ void context_ended(CUcontext context) {
   std::vector<Freed> freed;
   {
     const std::lock_guard lock(all.mutex);
-    for (auto at = all.freed.begin(); at != all.freed.end();) {
-      if (at->mapping.context != context) {
-        ++at;
-        continue;
-      }
-      freed.push_back(std::move(*at));
-      at = all.freed.erase(at);
-    }
+    freed = remove_freed(all, context);
   }
   for (const Freed& one : freed) unmap_own(one.address, one.mapping);
   for (;;) {

@@ -2,7 +2,9 @@
 // are mapped. Addresses never change; physical memory can go (evict) and come back (adopt, map).
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -60,7 +62,9 @@ struct Refusal {
 struct Freed {
   CUdeviceptr address = 0;
   Mapping mapping;
+  std::uint64_t turn = 0;  // the smaller the older
 };
+inline constexpr int kDevices = 64;
 
 struct State {
   std::mutex mutex;
@@ -71,7 +75,10 @@ struct State {
   std::vector<CUdeviceptr> zombies;      // freed by the job while a stream capture forbade to wait
   std::vector<std::pair<int, CUcontext>> peers;  // device .first may use what belongs to .second
   std::vector<Refusal> refusals;
-  std::vector<Freed> freed;  // the oldest first; in none of the tables above but `blocks`
+  // By size, the oldest first; in none of the tables above but `blocks`.
+  std::map<std::size_t, std::deque<Freed>> freed;
+  std::array<std::size_t, kDevices> freed_bytes{};  // of it, by device
+  std::uint64_t freed_turn = 0;
   std::int64_t last_forgotten_ns = 0;  // when the last announced block was given back
   std::uint64_t next = 1;
   bool evicted = false;
@@ -114,6 +121,8 @@ CUdeviceptr take_freed(std::size_t whole, std::size_t asked, int device, CUconte
                        const std::vector<CUmemAccessDesc>& access);
 // Give all of it back to the driver. False: there was none.
 bool give_back_freed();
+// What belongs to this context, or all of it (null), out of the table: the caller's to unmap. With the lock held.
+std::vector<Freed> remove_freed(State& all, CUcontext context);
 std::size_t freed_bytes(int device);
 // Memory that was given back is the driver's again only when broker and keeper have closed their descriptors. Wait for
 // that, longer with each turn. False: nothing was given back lately.

@@ -19,8 +19,7 @@
 namespace moorage::bulk {
 namespace {
 
-constexpr std::size_t kShare = 64;  // of the device's memory
-constexpr int kDevices = 64;
+constexpr std::size_t kShare = 32;  // of the device's memory
 
 std::size_t most(int device) {
   static std::atomic<std::size_t> known[kDevices];  // plus one
@@ -44,10 +43,33 @@ bool same(const std::vector<CUmemAccessDesc>& one, const std::vector<CUmemAccess
   });
 }
 
-std::size_t sum(const State& all, int device) {
-  std::size_t bytes = 0;
-  for (const Freed& one : all.freed) bytes += one.mapping.block->device == device ? one.mapping.size : 0;
-  return bytes;
+std::size_t& bytes_of(State& all, int device) {
+  return all.freed_bytes[static_cast<std::size_t>(device) % kDevices];
+}
+
+// Out of its queue, and uncounted. The queue may be empty afterwards.
+Freed removed(State& all, std::deque<Freed>& queue, std::deque<Freed>::iterator at) {
+  Freed one = std::move(*at);
+  queue.erase(at);
+  bytes_of(all, one.mapping.block->device) -= one.mapping.size;
+  return one;
+}
+
+// The oldest of a device. False: there is none.
+bool remove_oldest(State& all, int device, std::vector<Freed>& gone) {
+  auto oldest = all.freed.end();
+  std::deque<Freed>::iterator found;
+  for (auto queue = all.freed.begin(); queue != all.freed.end(); ++queue) {
+    const auto first = std::find_if(queue->second.begin(), queue->second.end(),
+                                    [&](const Freed& one) { return one.mapping.block->device == device; });
+    if (first == queue->second.end() || (oldest != all.freed.end() && found->turn < first->turn)) continue;
+    oldest = queue;
+    found = first;
+  }
+  if (oldest == all.freed.end()) return false;
+  gone.push_back(removed(all, oldest->second, found));
+  if (oldest->second.empty()) all.freed.erase(oldest);
+  return true;
 }
 
 void give_back(std::vector<Freed>& gone) {
@@ -66,17 +88,10 @@ bool keep_freed(CUdeviceptr address, Mapping& mapping) {
     State& all = state();
     const std::lock_guard lock(all.mutex);
     if (mapping.block->shared || mapping.block->references != 0) return false;
-    std::size_t held = sum(all, device) + mapping.size;
-    for (auto at = all.freed.begin(); held > limit && at != all.freed.end();) {
-      if (at->mapping.block->device != device) {
-        ++at;
-        continue;
-      }
-      held -= at->mapping.size;
-      gone.push_back(std::move(*at));
-      at = all.freed.erase(at);
+    while (bytes_of(all, device) + mapping.size > limit && remove_oldest(all, device, gone)) {
     }
-    all.freed.push_back({address, std::move(mapping)});
+    bytes_of(all, device) += mapping.size;
+    all.freed[mapping.size].push_back({address, std::move(mapping), ++all.freed_turn});
   }
   give_back(gone);
   return true;
@@ -86,16 +101,17 @@ CUdeviceptr take_freed(std::size_t whole, std::size_t asked, int device, CUconte
                        const std::vector<CUmemAccessDesc>& access) {
   State& all = state();
   const std::lock_guard lock(all.mutex);
-  const auto found = std::find_if(all.freed.rbegin(), all.freed.rend(), [&](const Freed& one) {
-    return one.mapping.size == whole && one.mapping.block->device == device && one.mapping.context == context &&
-           same(one.mapping.access, access);
+  const auto queue = all.freed.find(whole);
+  if (queue == all.freed.end()) return 0;
+  const auto found = std::find_if(queue->second.rbegin(), queue->second.rend(), [&](const Freed& one) {
+    return one.mapping.block->device == device && one.mapping.context == context && same(one.mapping.access, access);
   });
-  if (found == all.freed.rend()) return 0;
-  const CUdeviceptr address = found->address;
-  found->mapping.asked = asked;
-  all.mappings[address] = std::move(found->mapping);
-  all.freed.erase(std::next(found).base());
-  return address;
+  if (found == queue->second.rend()) return 0;
+  Freed one = removed(all, queue->second, std::next(found).base());
+  if (queue->second.empty()) all.freed.erase(queue);
+  one.mapping.asked = asked;
+  all.mappings[one.address] = std::move(one.mapping);
+  return one.address;
 }
 
 bool give_back_freed() {
@@ -103,7 +119,7 @@ bool give_back_freed() {
   {
     State& all = state();
     const std::lock_guard lock(all.mutex);
-    gone.swap(all.freed);
+    gone = remove_freed(all, nullptr);
   }
   give_back(gone);
   return !gone.empty();
@@ -128,7 +144,24 @@ bool await_given_back(unsigned turn) {
 std::size_t freed_bytes(int device) {
   State& all = state();
   const std::lock_guard lock(all.mutex);
-  return sum(all, device);
+  return bytes_of(all, device);
+}
+
+std::vector<Freed> remove_freed(State& all, CUcontext context) {
+  std::vector<Freed> gone;
+  for (auto queue = all.freed.begin(); queue != all.freed.end();) {
+    for (auto at = queue->second.begin(); at != queue->second.end();) {
+      if (context != nullptr && at->mapping.context != context) {
+        ++at;
+        continue;
+      }
+      const auto place = at - queue->second.begin();
+      gone.push_back(removed(all, queue->second, at));
+      at = queue->second.begin() + place;
+    }
+    queue = queue->second.empty() ? all.freed.erase(queue) : std::next(queue);
+  }
+  return gone;
 }
 
 }  // namespace moorage::bulk

@@ -31,8 +31,11 @@ namespace {
 constexpr char kDefaultPath[] = "/.moorage-gpu/gpu.sock";
 constexpr auto kAnswerTime = std::chrono::seconds(30);
 constexpr int kReconnectMs = 20;
-// Exporting a descriptor costs the driver more than allocating: what is freed within this time is never exported.
-constexpr std::int64_t kBatchNs = 20'000'000;
+// Exporting a descriptor costs the driver as much as allocating, and both wait for each other: what is freed within this
+// time, and before the broker asks for the status, is never exported.
+constexpr std::int64_t kFreshNs = 500'000'000;
+// What was given back is wanted by others: told so soon, in batches.
+constexpr std::int64_t kForgottenNs = 20'000'000;
 
 struct State {
   std::mutex mutex;  // of all members; held while something is sent
@@ -53,7 +56,8 @@ State& state() {
 std::atomic<bool> has_broker{false};
 std::atomic<std::uint64_t> own_process{0};
 std::atomic<int> wake_fd{-1};
-std::atomic<bool> news_waiting{false};
+std::atomic<bool> fresh_waiting{false};
+std::atomic<bool> forgotten_waiting{false};
 // Held while news are told, and while a connection begins: nothing may be told before the broker was greeted.
 std::mutex& telling = *new std::mutex;
 
@@ -93,18 +97,19 @@ bool say_hello(int socket) {
   return channel::send(socket, wire::Type::Hello, 0, &hello, sizeof hello, "", -1);
 }
 
-// False: the connection is gone; the next one is told everything anew.
-bool tell_news() {
+// False: the connection is gone; the next one is told everything anew. `fresh`: new blocks as well.
+bool tell_news(bool fresh = true) {
   const std::lock_guard one_at_a_time(telling);
   {
     State& all = state();
     const std::lock_guard lock(all.mutex);
     if (all.socket < 0) return false;
   }
-  news_waiting = false;
+  if (fresh) fresh_waiting = false;
+  forgotten_waiting = false;
   wire::Memory memory{};
   int fd = -1;
-  while (bulk::next_fresh(memory, fd)) {
+  while (fresh && bulk::next_fresh(memory, fd)) {
     const bool sent = send(wire::Type::Memory, 0, &memory, sizeof memory, "", fd);
     if (fd >= 0) close(fd);
     if (!sent) return false;
@@ -269,7 +274,9 @@ bool handle(const channel::Packet& packet) {
     }
     case wire::Type::Map: well = map(request); break;
     case wire::Type::Resume: well = resume(request); break;
-    case wire::Type::Status: well = result(request, 0, bulk::totals(), status_text()); break;
+    case wire::Type::Status:
+      well = tell_news() && result(request, 0, bulk::totals(), status_text());
+      break;
     case wire::Type::Answer: {
       wire::Found found{};
       if (body_of(packet, found)) {
@@ -287,16 +294,20 @@ bool handle(const channel::Packet& packet) {
 
 void serve(int socket, int wake) {
   pollfd wanted[2] = {{socket, POLLIN, 0}, {wake, POLLIN, 0}};
-  std::int64_t tell_at = gate::boottime_ns();  // 0: there are no news
+  std::int64_t tell_at = gate::boottime_ns();  // all news; 0: there are none
+  std::int64_t forget_at = 0;
   for (;;) {
-    if (tell_at == 0 && news_waiting) tell_at = gate::boottime_ns() + kBatchNs;
-    if (tell_at != 0 && gate::boottime_ns() >= tell_at) {
-      tell_at = 0;
-      if (!tell_news()) return lost();
+    if (tell_at == 0 && fresh_waiting) tell_at = gate::boottime_ns() + kFreshNs;
+    if (forget_at == 0 && forgotten_waiting) forget_at = gate::boottime_ns() + kForgottenNs;
+    const bool all_news = tell_at != 0 && gate::boottime_ns() >= tell_at;
+    if (all_news || (forget_at != 0 && gate::boottime_ns() >= forget_at)) {
+      forget_at = 0;
+      if (all_news) tell_at = 0;
+      if (!tell_news(all_news)) return lost();
     }
     if (!look_at_quiesce()) return lost();
     int timeout = -1;
-    for (const std::int64_t until : {tell_at, quiesce_request == 0 ? 0 : quiesce_deadline_ns}) {
+    for (const std::int64_t until : {tell_at, forget_at, quiesce_request == 0 ? 0 : quiesce_deadline_ns}) {
       if (until == 0) continue;
       const std::int64_t left = (until - gate::boottime_ns()) / 1'000'000 + 1;
       const int left_ms = static_cast<int>(left < 0 ? 0 : left);
@@ -370,8 +381,12 @@ bool connected() {
 
 std::uint64_t process() { return own_process.load(std::memory_order_relaxed); }
 
-void news() {
-  if (!news_waiting.exchange(true)) poke();
+void new_block() {
+  if (!fresh_waiting.exchange(true)) poke();
+}
+
+void block_went() {
+  if (!forgotten_waiting.exchange(true)) poke();
 }
 
 void tell_now() {
@@ -415,7 +430,8 @@ void after_fork_in_child() {
   has_broker = false;
   own_process = 0;
   wake_fd = -1;
-  news_waiting = false;
+  fresh_waiting = false;
+  forgotten_waiting = false;
   new (&telling) std::mutex;
   quiesce_request = 0;
   quiesce::after_fork_in_child();

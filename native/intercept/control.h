@@ -19,9 +19,11 @@ bool connected();
 // This process's number in all messages.
 std::uint64_t process();
 
-// There is something to tell the broker (a new block, or one that went). It is told within some milliseconds, with what
-// came meanwhile, and before any answer to Quiesce. Costs the first caller of a batch one system call.
-void news();
+// There is something to tell the broker: a new block, or one that went. It is told within half a second (what went within
+// some milliseconds), with what came meanwhile, and before any answer to Status and Quiesce. Costs the first caller of a
+// batch one system call.
+void new_block();
+void block_went();
 
 // Tell it now, before anything that this thread asks next. Not with a lock held that the control thread takes.
 void tell_now();

@@ -64,7 +64,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t size, const CU
     block->references = 1;
     *handle = handle_of(*block);
   }
-  control::news();
+  control::new_block();
   return CUDA_SUCCESS;
 }
 
@@ -194,7 +194,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, vo
     block->references = 1;
     *handle = handle_of(*block);
   }
-  control::news();
+  control::new_block();
   return result;
 }
 

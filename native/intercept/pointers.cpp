@@ -110,7 +110,7 @@ CUresult open_handle(CUdeviceptr* pointer, const IpcHandle& handle) {
                              .context = context,
                              .ipc_opens = 1};
   }
-  control::news();
+  control::new_block();
   *pointer = address;
   return CUDA_SUCCESS;
 }
