@@ -115,7 +115,7 @@ for name in $stages; do
       unset MOORAGE_TEST_FOLDER
       umount -l $fast
       ;;
-    nccl-graphs) LINES_SHOWN=140 stage nccl-graphs 150 "$python" -m tests.gpu.nccl_graphs ;;
+    nccl-graphs) LINES_SHOWN=140 stage nccl-graphs 46 "$python" -m tests.gpu.nccl_graphs --seconds 40 ;;
     *) echo "no stage $name" >&2 && failed="$failed $name" ;;
   esac
 done

@@ -1,11 +1,12 @@
 """CUDA graphs that captured NCCL calls, carried over a teardown and rebuild of their communicators, with NVIDIA's NCCL.
 
 Two ranks share one GPU (a different ``NCCL_HOSTID`` each), both proxies are preloaded, this script is the worker: it
-finds a cut while the ranks replay their graphs, tears down, lets NVIDIA's driver checkpoint both processes, rebuilds
-and opens, several times; the ranks look at every result. No moorage cluster is needed.
+finds a cut while the ranks replay their graphs, tears down, rebuilds and opens, several times, as long as there is
+time; the ranks look at every result. With --driver NVIDIA's driver saves and restores both processes in between. No moorage
+cluster is needed.
 
-Usage, as root, in the project's root: python -m tests.gpu.nccl_graphs [--rounds N] [KIND ...]; MOORAGE_LIBCUDA_PROXY
-and MOORAGE_LIBNCCL_PROXY name the proxies.
+Usage, as root, in the project's root: python -m tests.gpu.nccl_graphs [--rounds N] [--seconds N] [--driver] [KIND ...];
+MOORAGE_LIBCUDA_PROXY and MOORAGE_LIBNCCL_PROXY name the proxies.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def driver_checkpoint(pids: list[int]) -> str:
 class Job:
     """The ranks and what they have said."""
 
-    def __init__(self, folder: Path, kinds: list[str]) -> None:
-        self.folder, self.kinds = folder, kinds
+    def __init__(self, folder: Path, kinds: list[str], seconds: float) -> None:
+        self.folder, self.kinds, self.seconds = folder, kinds, seconds
         self.host = Host(folder / "nccl.sock")
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -103,7 +104,7 @@ class Job:
         for rank in range(RANKS):
             with (self.folder / f"out-{rank}").open("wb") as out:
                 command = [sys.executable, str(PROGRAM), str(self.folder), *self.kinds]
-                env = environment(self.folder, port, rank)
+                env = environment(self.folder, port, rank) | {"PATIENCE": str(int(self.seconds) - 3)}
                 process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT)  # noqa: ASYNC220
                 self.processes.append(process)
             self.host.pids.append(self.processes[-1].pid)
@@ -156,30 +157,40 @@ class Job:
         return found
 
     async def end(self) -> list[int]:
-        (self.folder / "stop.new").write_text(str(max(self.steps()) + 10))
+        (self.folder / "stop.new").write_text(str(max(self.steps()) + 3))
         (self.folder / "stop.new").rename(self.folder / "stop")
-        for process in self.processes:
-            await asyncio.to_thread(process.wait, 60)
+        while any(process.poll() is None for process in self.processes):  # noqa: ASYNC110 - processes, no event
+            await asyncio.sleep(0.02)
         return [process.returncode for process in self.processes]
 
 
-async def run(options: argparse.Namespace, folder: Path) -> bool:
-    job, rounds, error, codes = Job(folder, options.kinds), [], "", [-1]
+async def work(options: argparse.Namespace, job: Job, rounds: list[dict[str, Any]]) -> list[int]:
+    """All of it; the exit codes of the ranks."""
     lots = random.Random(options.seed)
     began = time.monotonic()
-    try:
-        await job.start()
-        ready = [folder / f"ready-{rank}" for rank in range(RANKS)]
-        await job.until(lambda: all(path.exists() for path in ready), 90, "graphs")
-        print("graphs:", ready[0].read_text(), f"after {time.monotonic() - began:.1f} s", flush=True)
-        await job.host.present()
+    await job.start()
+    ready = [job.folder / f"ready-{rank}" for rank in range(RANKS)]
+    await job.until(lambda: all(path.exists() for path in ready), options.seconds, "graphs")
+    print("graphs:", ready[0].read_text(), f"after {time.monotonic() - began:.1f} s", flush=True)
+    await job.host.present()
+    await job.beyond(2)
+    took = 0.0
+    while len(rounds) < options.rounds and time.monotonic() - began + 2 * took + 6 < options.seconds:
+        started = time.monotonic()
+        await asyncio.sleep(lots.random() * 0.3)
+        rounds.append(await job.round(with_driver=options.driver))
+        print("round", len(rounds), json.dumps(rounds[-1]), flush=True)
         await job.beyond(2)
-        for number in range(options.rounds):
-            await asyncio.sleep(lots.random() * 0.3)
-            rounds.append(await job.round(with_driver=number % 2 == 1))
-            print("round", number, json.dumps(rounds[-1]), flush=True)
-            await job.beyond(3)
-        codes = await job.end()
+        took = time.monotonic() - started
+    return await job.end()
+
+
+async def run(options: argparse.Namespace, folder: Path) -> bool:
+    rounds: list[dict[str, Any]] = []
+    job, error, codes = Job(folder, options.kinds, options.seconds), "", [-1]
+    try:
+        async with asyncio.timeout(options.seconds):
+            codes = await work(options, job, rounds)
     except Exception as failure:  # whatever it is, the ranks' words come with it
         error = f"{type(failure).__name__}: {failure}"
     finally:
@@ -201,6 +212,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which it ends, whatever it has done")
+    parser.add_argument("--driver", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     lay_driver()
