@@ -2,8 +2,8 @@
 
 Two ranks share one GPU (a different ``NCCL_HOSTID`` each), both proxies are preloaded, this script is the worker: it
 finds a cut while the ranks replay their graphs, tears down, rebuilds and opens, several times, as long as there is
-time; the ranks look at every result. With --driver NVIDIA's driver saves and restores both processes in between. No moorage
-cluster is needed.
+time; the ranks look at every result. With --driver NVIDIA's driver saves and restores both processes in between. No
+moorage cluster is needed.
 
 Usage, as root, in the project's root: python -m tests.gpu.nccl_graphs [--rounds N] [--seconds N] [--driver] [KIND ...];
 MOORAGE_LIBCUDA_PROXY and MOORAGE_LIBNCCL_PROXY name the proxies.
