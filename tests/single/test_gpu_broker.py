@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import pytest
 
@@ -27,6 +27,7 @@ from moorage.worker.gpu import messages as m
 from moorage.worker.gpu import ring
 from moorage.worker.gpu.blocks import SavedMemory
 from moorage.worker.gpu.broker import Broker, Devices
+from moorage.worker.gpu.client import BrokerClient
 from moorage.worker.gpu.device import CHUNK, Region, Slot
 from moorage.worker.gpu.main import serve
 from moorage.worker.gpu.parked import SPARE, Parked
@@ -172,8 +173,6 @@ def test_a_key_that_only_the_workers_environment_had_reaches_the_broker(tmp_path
     assert inherited_key(StoreSettings(key_file="/x"), {KEY_VARIABLE: secret}) is None
 
     async def test(rig: Rig) -> None:
-        from moorage.worker.gpu.client import BrokerClient
-
         data = numbers(8, 2)
         process = FakeProcess(await rig.attach("pod"), {1: memory(data)})
         await rig.known("pod", len(data))
@@ -256,8 +255,6 @@ def test_a_broker_that_was_replaced_knows_nothing_and_says_so(tmp_path: Path) ->
 
 def test_orders_travel_over_the_socket_and_errors_come_back_as_they_were(tmp_path: Path) -> None:
     async def test(rig: Rig) -> None:
-        from moorage.worker.gpu.client import BrokerClient
-
         ready = asyncio.Event()
         serving = asyncio.create_task(serve(tmp_path, rig.broker, ready.set))
         await ready.wait()
@@ -413,61 +410,5 @@ def test_two_gpus_of_a_pod_are_saved_side_by_side_and_come_back_exchanged(tmp_pa
         for process in back:
             await process.end()
         assert devices[0].mapped == devices[1].mapped == 0
-
-    run(tmp_path, test)
-
-
-class _Failing(FakeDriver):
-    """``fails``: the step that the driver refuses. ``done``: all steps, in order."""
-
-    fails: ClassVar[str] = ""
-    done: ClassVar[list[str]] = []
-
-    def _do(self, step: str) -> None:
-        self.done.append(step)
-        if self.fails == step:
-            raise DeviceFailed(f"driver checkpoint of process {self.pid}: {step} failed: CUDA_ERROR_UNKNOWN")
-
-    def lock(self, seconds: float) -> None:
-        self._do("lock")
-
-    def checkpoint(self) -> None:
-        self._do("checkpoint")
-
-    def restore(self, mapping: dict[str, str] | None = None) -> None:
-        self._do("restore")
-
-    def unlock(self) -> None:
-        self._do("unlock")
-
-
-@pytest.mark.parametrize("step", ["lock", "checkpoint", "restore", ""])
-def test_a_step_that_the_driver_refuses_is_named_and_processes_go_through_each_step_together(
-    tmp_path: Path, step: str
-) -> None:
-    async def test(rig: Rig) -> None:
-        rig.broker = Broker(Devices(lambda _: rig.device, lambda _: 0), _Failing)  # type: ignore[arg-type]
-        _Failing.fails, _Failing.done[:] = step, []
-        path, data = await rig.attach("pod"), numbers(9, 1)
-        processes = [FakeProcess(path, {1: memory(data)}), FakeProcess(path, {1: memory(data)})]
-        await rig.known("pod", 2 * len(data))
-        await rig.begin("pod", 1)
-        said = rf"driver checkpoint of process \d+: {step} failed"
-        if step in ("lock", "checkpoint"):
-            with pytest.raises(DeviceFailed, match=said):
-                await rig.broker.do(m.Quiesce("pod", 1, 5.0))
-        else:
-            await rig.broker.do(m.Quiesce("pod", 1, 5.0))
-            assert _Failing.done == ["lock"] * 2 + ["checkpoint"] * 2
-        if step == "restore":
-            with pytest.raises(DeviceFailed, match=said):
-                await rig.broker.do(m.BringBack("pod", 5.0))
-            assert all(process.level == 3 for process in processes), "none runs without the others"
-            _Failing.fails = ""
-        await rig.broker.do(m.BringBack("pod", 5.0))
-        assert _Failing.done[-4:] == ["restore"] * 2 + ["unlock"] * 2
-        for process in processes:
-            assert process.level == 0 and content(process.blocks[1]) == data
-            await process.end()
 
     run(tmp_path, test)
