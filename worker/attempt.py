@@ -152,7 +152,7 @@ async def _let_read(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
     """Let the pod run on for moments while it holds what only waits to be read; the capture judges what stays."""
     end, pause = clock.now() + _READ_SECONDS, 0.001
     soon = clock.now() + _ACCEPT_SECONDS
-    while not pod.gone and (waits := await asyncio.to_thread(transient.unread, pod.processes(), clock.now() < soon)):
+    while not pod.gone and (waits := await asyncio.to_thread(_unread, pod, clock.now() < soon)):
         if clock.now() >= end:
             pod.log.info("the pod does not read what waits", waits=waits)
             return
@@ -160,6 +160,10 @@ async def _let_read(pod: Pod, order: worker_pb2.AttemptOrder) -> None:
         await asyncio.sleep(pause)
         pause = min(pause * 2, 0.05)
         await pod.ask(lambda guard: guard.freeze(f"attempt {order.attempt}"))
+
+
+def _unread(pod: Pod, with_connections: bool) -> list[str]:
+    return transient.unread(pod.processes(), with_connections) + (backlog.early(pod) if with_connections else [])
 
 
 async def seal(pod: Pod, order: worker_pb2.AttemptOrder) -> Timings:

@@ -78,7 +78,7 @@ async def _copy(pod: Pod, staging: Path, timings: Timings) -> tuple[int, LayerCa
         extras = await timed(timings, "extras", asyncio.to_thread(_collect, pod, pids, staging / WORK))
         try:
             async with step("worker.capture.backlog"):
-                extras.backlog = await asyncio.to_thread(backlog.take, pod, pids, extras.packets, extras.terminals)
+                await asyncio.to_thread(backlog.take, pod, pids, extras)
             async with step("worker.capture.dump"):
                 done = await pod.ask_once(lambda guard: guard.checkpoint(staging / IMAGES, work=staging / WORK))
         finally:

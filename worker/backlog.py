@@ -1,8 +1,8 @@
 """What CRIU refuses, or would change: connections that wait to be accepted, pipes of packets, text in terminals.
 
-While CRIU looks, the connections are out of their queues, the pipes are plain ones and the terminals leave output as it
-is; all is back before the capture is over. What was changed is in a file of the pod's folder meanwhile: a worker that
-follows puts it back before the pod runs on.
+While CRIU looks, the connections are out of their queues (those over unix sockets stay, without their data), the pipes
+are plain ones and the terminals leave output as it is; all is back before the capture is over. What was changed is in a
+file of the pod's folder meanwhile: a worker that follows puts it back before the pod runs on.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from pathlib import Path
 
 import msgspec
 
-from moorage.errors import NotFound
-from moorage.worker import extra_files
+from moorage.errors import MoorageError, NotFound, Refused
+from moorage.worker import connecting, extra_files, unaccepted, unix_diag
 from moorage.worker.borrow import borrowed_socket
-from moorage.worker.extra_record import PacketPipe, Terminal
+from moorage.worker.extra_record import Early, Extras, PacketPipe, Terminal
 from moorage.worker.extra_state import tasks_of
 from moorage.worker.guard.files import write_private
-from moorage.worker.network import waiting
+from moorage.worker.network import namespace, waiting
 from moorage.worker.network.waiting import Waiting
 from moorage.worker.pod import Pod
+from moorage.worker.sandbox.cgroup import PodCgroup
 from moorage.worker.transient import waiting_ports
 
 FILE = "aside.json"
@@ -36,13 +37,18 @@ class Aside(msgspec.Struct):
     waiting: list[Waiting] = []
     packets: list[PacketPipe] = []
     terminals: list[Terminal] = []
+    early: list[Early] = []
+    #: The clients of `early` are connected again, and only lack what they had sent.
+    connected: bool = False
 
 
-def take(pod: Pod, pids: list[int], packets: list[PacketPipe], terminals: list[Terminal]) -> list[Waiting]:
-    """Take the connections that wait out of their queues, make these pipes plain, and let these terminals' output be.
+def take(pod: Pod, pids: list[int], extras: Extras) -> None:
+    """Take the connections that wait out of their queues, make the pipes of packets plain, and let the terminals'
+    output be. The connections are noted in ``extras``.
 
-    Returns the connections. Raises `OSError`, `EnvironmentLacking`.
+    Raises `Refused`, `OSError`, `EnvironmentLacking`.
     """
+    packets, terminals = extras.packets, extras.terminals
     aside = Aside(packets=[PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets], terminals=terminals)
     if pids and (ports := waiting_ports(pids[0])):
         aside.waiting = _take(pod, pids, ports, aside)
@@ -52,7 +58,43 @@ def take(pod: Pod, pids: list[int], packets: list[PacketPipe], terminals: list[T
         tasks = dict(tasks_of(pids))
         extra_files.set_packets(packets, tasks, on=False)
         extra_files.set_terminals(terminals, tasks, on=False)
-    return aside.waiting
+    extras.backlog = aside.waiting
+    extras.early = _take_early(pod, pids, aside) if pids else []
+
+
+def _take_early(pod: Pod, pids: list[int], aside: Aside) -> list[Early]:
+    hands = _hands(pod, pids)
+    found, row = unaccepted.look(hands)
+    if found:
+        with unaccepted.emptied(hands, found) as taken:
+            aside.early = taken.notes
+            _note(pod, aside)
+            rights = dict(taken.rights)
+            if lost := connecting.connect(hands, aside.early, with_data=bool(rights), rights=rights):
+                raise MoorageError(f"{_words(lost)} could not be connected once more")
+            if rights:
+                aside.early = []
+                _note(pod, aside)
+                pid, fd = found[min(rights)[0]].listener
+                raise Refused(
+                    f"process {pid}, descriptor {fd} (unix socket): descriptors are under way in a connection that was "
+                    "not accepted yet",
+                    "let the program accept its connections before the checkpoint",
+                )
+        aside.connected = True
+        _note(pod, aside)
+        pod.log.info("connections over unix sockets wait to be accepted", count=len(found))
+    return aside.early + row
+
+
+def early(pod: Pod) -> list[str]:
+    """Words for connections over unix sockets that wait to be accepted in the frozen pod, with data in them."""
+    table = namespace.run_in(pod.network.netns_path, unix_diag.read)
+    return ["a connection over a unix socket waits to be accepted"] if unaccepted.awaited(table) else []
+
+
+def _hands(pod: Pod, pids: list[int]) -> unaccepted.Hands:
+    return unaccepted.Hands(PodCgroup(pod.cgroup), pids, lambda work: namespace.run_in(pod.network.netns_path, work))
 
 
 def _note(pod: Pod, aside: Aside) -> None:
@@ -103,9 +145,26 @@ def put_back(pod: Pod) -> None:
         tasks = dict(tasks_of(pod.processes()))
         extra_files.set_packets(aside.packets, tasks, on=True)
         extra_files.set_terminals(aside.terminals, tasks, on=True)
+        if aside.early:
+            give_early(pod, aside.early, connected=aside.connected)
         if aside.waiting:
             give(pod, aside.waiting)
         file.unlink()
+
+
+def give_early(pod: Pod, early: list[Early], *, connected: bool) -> None:
+    """Send what was sent over these connections. ``connected``: all are there, and in their order; else they are made
+    anew. Raises `OSError`, `MoorageError`."""
+    hands = _hands(pod, pod.processes())
+    if connected and all(one.client is not None for one in early):
+        connecting.send(hands, early)
+    else:
+        if lost := connecting.connect(hands, early, with_data=True):
+            pod.log.error("connections are lost", why=_words(lost))
+
+
+def _words(lost: list[tuple[Early, str]]) -> str:
+    return ", ".join(f"the connection of {one.client or 'a client that ended'} ({why})" for one, why in lost)
 
 
 def give(pod: Pod, taken: list[Waiting]) -> None:

@@ -55,13 +55,25 @@ class PosixLock(msgspec.Struct, frozen=True):
     length: int
 
 
+class Early(msgspec.Struct, frozen=True):
+    """A connection over a unix socket that was not accepted yet. ``listener``, ``client``: process in the pod and
+    descriptor, of a ``client`` that has closed it none; ``data``: what it sent (packets: one each); ``shutdown``: 1 for
+    reading, 2 for writing. Those of one listener stand in their order."""
+
+    listener: tuple[int, int]
+    client: tuple[int, int] | None
+    kind: int
+    data: list[bytes] = []
+    shutdown: int = 0
+
+
 class Extras(msgspec.Struct):
     """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
     POSIX timer → the thread that it signals. ``eventfds``: process → descriptor → flags, of those that CRIU would make
     otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT,
     ``terminals``: those with text that waits, ``locks``: all POSIX locks.
-    ``backlog``: connections that wait to be accepted, ``datagrams``: what waits in UDP sockets. All numbers are those
-    in the pod."""
+    ``backlog``: connections that wait to be accepted, ``early``: those over unix sockets, ``datagrams``: what waits in
+    UDP sockets. All numbers are those in the pod."""
 
     links: dict[str, str] = {}
     timers: dict[str, dict[int, int]] = {}
@@ -73,6 +85,7 @@ class Extras(msgspec.Struct):
     terminals: list[Terminal] = []
     locks: list[PosixLock] = []
     backlog: list[Waiting] = []
+    early: list[Early] = []
     datagrams: list[Datagram] = []
 
     def encode(self) -> bytes:

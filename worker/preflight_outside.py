@@ -10,10 +10,10 @@ import fcntl
 import os
 import socket
 import stat
-import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from moorage.worker import unix_diag
 from moorage.worker.borrow import borrowed_socket
 from moorage.worker.preflight import Process
 from moorage.worker.preflight_proc import watched
@@ -23,8 +23,6 @@ _SIOCGSKNS = 0x894C
 _TCP_USER_TIMEOUT = 18
 _SOL_UDP, _UDP_CORK = 17, 1
 _OWN_NAMESPACES = ("pid", "user", "mnt", "net", "ipc", "uts", "time")
-_SOCK_DIAG_BY_FAMILY, _DUMP, _SHOW_PEER, _PEER = 20, 0x301, 4, 2
-_HEADER = struct.Struct("=IHHII")
 
 
 def look(
@@ -125,30 +123,7 @@ def _is_of(pid: int, init: int) -> bool:
 
 def read_unix_peers() -> dict[int, int]:
     """Inode → inode of the other end (0: none) of all unix sockets of the current network namespace."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, 4) as diag:
-        diag.settimeout(10)
-        body = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW_PEER, 0xFFFFFFFF, 0xFFFFFFFF)
-        diag.send(_HEADER.pack(_HEADER.size + len(body), _SOCK_DIAG_BY_FAMILY, _DUMP, 1, 0) + body)
-        found: dict[int, int] = {}
-        while True:
-            data, at = diag.recv(1 << 17), 0
-            while at < len(data):
-                length, kind, *_ = _HEADER.unpack_from(data, at)
-                if kind in (2, 3):
-                    return found
-                (inode,) = struct.unpack_from("=I", data, at + 20)
-                found[inode] = _attribute(data[at + 32 : at + length], _PEER)
-                at += (length + 3) & ~3
-
-
-def _attribute(data: bytes, wanted: int) -> int:
-    at = 0
-    while at + 8 <= len(data):
-        length, kind = struct.unpack_from("=HH", data, at)
-        if kind == wanted:
-            return int(struct.unpack_from("=I", data, at + 4)[0])
-        at += max(4, (length + 3) & ~3)
-    return 0
+    return {inode: found.peer for inode, found in unix_diag.read().items()}
 
 
 def _sockets(

@@ -22,6 +22,7 @@ from moorage.worker import (
     pod_staging,
     pod_start,
     pod_user,
+    unaccepted,
 )
 from moorage.worker.agent_failpoints import step
 from moorage.worker.extra_record import Extras
@@ -193,6 +194,9 @@ async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
     async with step("worker.restore.backlog"):
         if waiting:
             await asyncio.to_thread(backlog.give, pod, waiting)
+        if extras.early:
+            whole = unaccepted.settled(extras.early)
+            await asyncio.to_thread(backlog.give_early, pod, extras.early, connected=whole)
         await asyncio.to_thread(pod.network.deliver, extras.datagrams)
 
 

@@ -153,6 +153,14 @@ say("nonce " + os.urandom(8).hex())
 listener = socket.create_server(("127.0.0.1", 0))
 clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
 clients[1].sendall(b"from the second")
+local = socket.socket(socket.AF_UNIX)
+local.bind("\\0early")
+local.listen(5)
+early = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+for client, text in zip(early, (b"one", b"two", b"three")):
+    client.connect("\\0early")
+    client.sendall(text)
+early.pop(1).close()
 reader, writer = os.pipe2(os.O_DIRECT)
 os.write(writer, b"one")
 for number in itertools.count(1):
@@ -166,6 +174,10 @@ for number in itertools.count(1):
         heard = accepted[1][0].recv(100)
         accepted[0][0].sendall(b"to the first")
         say("found %r %r %r %r" % (packets, same, heard, clients[0].recv(100)))
+        servers = [local.accept()[0] for _ in range(3)]
+        texts = [server.recv(100) for server in servers]
+        servers[2].sendall(b"to the third")
+        say("early %r %r" % (texts, early[1].recv(100)))
 """
 
 
@@ -187,6 +199,8 @@ def test_what_is_set_aside_for_a_dump_is_put_back_by_the_next_worker(rig: Worker
             await orders.until("aside", "running")
             text = await orders.until_output("aside", lambda text: "found" in text)
             assert "found (b'one', b'two') True b'from the second' b'to the first'" in text
+            text = await orders.until_output("aside", lambda text: "early" in text)
+            assert "early [b'one', b'two', b'three'] b'to the third'" in text
             await orders.kill("aside")
 
     asyncio.run(before())

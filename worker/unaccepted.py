@@ -1,0 +1,201 @@
+"""Connections over unix sockets that a program of the pod has not accepted yet, with what was sent over them.
+
+What waits in such a connection can be read only by accepting it, and no call puts an accepted one back. So the client
+is connected once more: `emptied` accepts what waits and keeps what was sent, and `connecting.connect` makes a new
+connection in the place of each client's process that replaces the old one, in the same order, still empty. Those CRIU
+saves. Then, and after a restore, what was sent is sent again in the clients' place.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import os
+import select
+import socket
+import termios
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from moorage.errors import Refused
+from moorage.worker import unix_diag
+from moorage.worker.borrow import borrowed_socket
+from moorage.worker.extra_record import Early
+from moorage.worker.sandbox import inject
+from moorage.worker.sandbox.cgroup import PodCgroup
+from moorage.worker.sandbox.process import inner_pid
+from moorage.worker.unix_diag import UnixSocket
+
+_SO_PEEK_OFF, _SO_PASSCRED = 42, 16
+_CURE = "let the program accept its connections before the checkpoint"
+#: More than any packet has.
+_PIECE_BYTES = 1 << 20
+
+
+class Hands(NamedTuple):
+    """What is worked with: the pod's cgroup, its processes, and how to do something in its network."""
+
+    cgroup: PodCgroup
+    host_pids: list[int]
+    in_network: Callable[[Callable[[], object]], object]
+
+
+class Place(NamedTuple):
+    """A descriptor of a process. ``pid``: on the host."""
+
+    pid: int
+    fd: int
+
+    def inside(self) -> tuple[int, int]:
+        return inner_pid(Path("/proc", str(self.pid))), self.fd
+
+
+def awaited(table: Mapping[int, UnixSocket]) -> list[UnixSocket]:
+    """The listening sockets with connections that CRIU refuses or would bring back otherwise. Pure."""
+
+    def used(inode: int) -> bool:
+        client = table.get(inode)
+        return client is None or bool(client.unread or client.shutdown)
+
+    return [one for one in table.values() if one.state == unix_diag.LISTENING and any(map(used, one.waiting))]
+
+
+def in_order(table: Mapping[int, UnixSocket]) -> list[UnixSocket]:
+    """The listening sockets with several connections that CRIU saves, but does not restore in their order. Pure."""
+    used = {one.inode for one in awaited(table)}
+    return [
+        one
+        for one in table.values()
+        if one.state == unix_diag.LISTENING and len(one.waiting) > 1 and one.inode not in used
+    ]
+
+
+def look(hands: Hands) -> tuple[list[Early], list[Early]]:
+    """Connections that wait in sockets of the pod: with data or ended, and those in a row that CRIU saves; without
+    their data. Raises `Refused` for one of the first kind that cannot be made again."""
+    table: dict[int, UnixSocket] = hands.in_network(unix_diag.read)  # type: ignore[assignment]
+    used, plain = awaited(table), in_order(table)
+    if not used and not plain:
+        return [], []
+    holders = holders_of(hands.host_pids, {inode for one in used + plain for inode in (one.inode, *one.waiting)})
+
+    def of(queue: UnixSocket) -> list[Early]:
+        listeners = holders.get(queue.inode, [])[:1]  # none: it is not the pod's
+        return [_early(listener, queue, inode, table, holders) for listener in listeners for inode in queue.waiting]
+
+    row = []
+    for queue in plain:
+        with contextlib.suppress(Refused):  # then they come back in any order
+            row += of(queue)
+    return [one for queue in used for one in of(queue)], row
+
+
+def _early(
+    listener: Place,
+    queue: UnixSocket,
+    inode: int,
+    table: Mapping[int, UnixSocket],
+    holders: Mapping[int, list[Place]],
+) -> Early:
+    with borrowed_socket(*listener) as sock:
+        if sock.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED):
+            raise _refused(listener, "holds a connection that was not accepted yet, whose data comes with credentials")
+    if not inode:
+        return Early(listener.inside(), None, queue.kind)
+    held = holders.get(inode, [])
+    if not held or len({place.pid for place in held}) > 1:
+        who = "several processes have" if held else "no process of the pod has"
+        raise _refused(listener, f"holds a connection that was not accepted yet, and whose other end {who} open")
+    with borrowed_socket(*held[0]) as sock:
+        if sock.getsockname():
+            raise _refused(held[0], "is connected, not accepted yet, and has a name of its own")
+    if not inject.possible():
+        raise _refused(listener, "holds a connection that was not accepted yet, with data in it")
+    return Early(listener.inside(), held[0].inside(), queue.kind, shutdown=table[inode].shutdown)
+
+
+def _refused(place: Place, why: str) -> Refused:
+    name = (Path("/proc", str(place.pid)) / "comm").read_text().strip()
+    inside, fd = place.inside()
+    return Refused(f"process {inside} ({name}), descriptor {fd} (unix socket): it {why}", _CURE)
+
+
+def holders_of(host_pids: Iterable[int], inodes: set[int]) -> dict[int, list[Place]]:
+    """Where these processes have the sockets with these inode numbers open."""
+    names = {f"socket:[{inode}]": inode for inode in inodes}
+    found: dict[int, list[Place]] = {}
+    for pid in host_pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for link in Path("/proc", str(pid), "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    if (inode := names.get(str(link.readlink()))) is not None:
+                        found.setdefault(inode, []).append(Place(pid, int(link.name)))
+    return found
+
+
+@dataclass
+class Taken:
+    """What `emptied` found. ``rights``: descriptors that came with pieces of the data, as place among ``notes``, place
+    of the piece, own descriptors: they cannot be saved."""
+
+    notes: list[Early] = field(default_factory=list)
+    rights: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def emptied(hands: Hands, found: Sequence[Early]) -> Iterator[Taken]:
+    """Accept those connections and read what was sent. At the end of the block, by when the notes must be safe, the
+    accepted ends are closed. Raises `OSError`."""
+    places = tasks(hands.host_pids)
+    with contextlib.ExitStack() as stack:
+        taken = Taken()
+        for listener, group in groupby(found, key=lambda one: one.listener):
+            with borrowed_socket(places[listener[0]], listener[1]) as sock:
+                for one, end in zip(group, accept(sock), strict=False):
+                    stack.callback(end.close)
+                    pieces = list(_received(end))
+                    for number, (_, descriptors) in enumerate(pieces):
+                        for fd in descriptors:
+                            stack.callback(os.close, fd)
+                            taken.rights.setdefault((len(taken.notes), number), []).append(fd)
+                    data = [piece for piece, _ in pieces]
+                    taken.notes.append(Early(one.listener, one.client, one.kind, data, one.shutdown))
+        yield taken
+
+
+def accept(listener: socket.socket) -> Iterator[socket.socket]:
+    """What waits there, in its order."""
+    look = select.poll()
+    look.register(listener, select.POLLIN)
+    while look.poll(0):  # its flags are its owner's, and it may be one that waits
+        yield socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]
+
+
+def _received(end: socket.socket) -> Iterator[tuple[bytes, list[int]]]:
+    """What waits in it, which stays there, in pieces with the descriptors that came with each."""
+    waiting = array.array("i", [0])
+    fcntl.ioctl(end, termios.FIONREAD, waiting)
+    end.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
+    left = waiting[0]
+    while left > 0:
+        data, more, *_ = end.recvmsg(_PIECE_BYTES, socket.CMSG_SPACE(4 * 253), socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        yield data, [fd for _, kind, found in more if kind == socket.SCM_RIGHTS for fd in array.array("i", found)]
+        left = left - len(data) if data else 0
+
+
+def settled(found: Sequence[Early]) -> bool:
+    """Whether these, when each was connected again by CRIU, only lack their data: none has to stand before another."""
+    return all(one.client is not None for one in found) and len({one.listener for one in found}) == len(found)
+
+
+def tasks(host_pids: Iterable[int]) -> dict[int, int]:
+    """Process in the pod → on the host."""
+    found = {}
+    for pid in host_pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found[inner_pid(Path("/proc", str(pid)))] = pid
+    return found
