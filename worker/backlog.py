@@ -15,9 +15,9 @@ from pathlib import Path
 import msgspec
 
 from moorage.errors import MoorageError, NotFound, Refused
-from moorage.worker import connecting, extra_files, unaccepted, unix_diag
+from moorage.worker import connecting, extra_files, extra_watches, unaccepted, unix_diag
 from moorage.worker.borrow import borrowed_socket
-from moorage.worker.extra_record import Early, Extras, PacketPipe, Terminal
+from moorage.worker.extra_record import Early, Extras, PacketPipe, Terminal, Watch
 from moorage.worker.extra_state import tasks_of
 from moorage.worker.guard.files import write_private
 from moorage.worker.network import namespace, waiting
@@ -37,6 +37,7 @@ class Aside(msgspec.Struct):
     waiting: list[Waiting] = []
     packets: list[PacketPipe] = []
     terminals: list[Terminal] = []
+    watches: list[Watch] = []
     early: list[Early] = []
     #: The clients of `early` are connected again, and only lack what they had sent.
     connected: bool = False
@@ -49,13 +50,15 @@ def take(pod: Pod, pids: list[int], extras: Extras) -> None:
     Raises `Refused`, `OSError`, `EnvironmentLacking`.
     """
     packets, terminals = extras.packets, extras.terminals
-    aside = Aside(packets=[PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets], terminals=terminals)
+    plain = [PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets]
+    aside = Aside(packets=plain, terminals=terminals, watches=extras.watches)
     if pids and (ports := waiting_ports(pids[0])):
         aside.waiting = _take(pod, pids, ports, aside)
-    elif packets or terminals:
+    elif packets or terminals or extras.watches:
         _note(pod, aside)
-    if packets or terminals:
+    if packets or terminals or extras.watches:
         tasks = dict(tasks_of(pids))
+        extra_watches.take(extras.watches, tasks)
         extra_files.set_packets(packets, tasks, on=False)
         extra_files.set_terminals(terminals, tasks, on=False)
     extras.backlog = aside.waiting
@@ -145,6 +148,7 @@ def put_back(pod: Pod) -> None:
         tasks = dict(tasks_of(pod.processes()))
         extra_files.set_packets(aside.packets, tasks, on=True)
         extra_files.set_terminals(aside.terminals, tasks, on=True)
+        extra_watches.give(aside.watches, tasks)
         if aside.early:
             give_early(pod, aside.early, connected=aside.connected)
         if aside.waiting:

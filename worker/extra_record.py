@@ -55,6 +55,18 @@ class PosixLock(msgspec.Struct, frozen=True):
     length: int
 
 
+class Watch(msgspec.Struct, frozen=True):
+    """A watch of inotify, descriptor ``fd`` of process ``pid``, on what has no name any more but is open: at ``place``
+    below the folder of process ``holder`` in ``/proc``. All are numbers in the pod."""
+
+    pid: int
+    fd: int
+    number: int
+    mask: int
+    holder: int
+    place: str
+
+
 class Early(msgspec.Struct, frozen=True):
     """A connection over a unix socket that was not accepted yet. ``listener``, ``client``: process in the pod and
     descriptor, of a ``client`` that has closed it none; ``data``: what it sent (packets: one each); ``shutdown``: 1 for
@@ -71,7 +83,7 @@ class Extras(msgspec.Struct):
     """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
     POSIX timer → the thread that it signals. ``eventfds``: process → descriptor → flags, of those that CRIU would make
     otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT,
-    ``terminals``: those with text that waits, ``locks``: all POSIX locks.
+    ``terminals``: those with text that waits, ``locks``: all POSIX locks, ``watches``: those on what has no name.
     ``backlog``: connections that wait to be accepted, ``early``: those over unix sockets, ``datagrams``: what waits in
     UDP sockets. All numbers are those in the pod."""
 
@@ -86,6 +98,7 @@ class Extras(msgspec.Struct):
     locks: list[PosixLock] = []
     backlog: list[Waiting] = []
     early: list[Early] = []
+    watches: list[Watch] = []
     datagrams: list[Datagram] = []
 
     def encode(self) -> bytes:

@@ -16,14 +16,14 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
 from moorage.errors import Refused
-from moorage.worker import extra_files
+from moorage.worker import extra_files, extra_watches
 from moorage.worker.borrow import borrowed, borrowed_socket, libc
 from moorage.worker.extra_record import Extras, PosixLock, SocketOptions, Thread
 from moorage.worker.layers import PodLayers
@@ -68,7 +68,8 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
     """
     extras = Extras()
     nameless: dict[str, tuple[int, int, str]] = {}
-    watches: dict[tuple[int, int], str] = {}
+    watching: list[Path] = []
+    holders: dict[tuple[int, int], tuple[int, str]] = {}
     near: list[str] = []
     again: list[Datagram] = []
     seen: set[int] = set()
@@ -89,7 +90,7 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
                 elif target.startswith("pipe:"):
                     extra_files.packets(folder, inside, fd, extras, seen)
                 elif target.startswith("anon_inode:inotify"):
-                    _watches(pid, folder, fd, watches)
+                    watching.append(folder / "fdinfo" / str(fd))
                 elif target.startswith("socket:"):
                     _socket(pid, inside, fd, extras, seen, again)
                 elif target.startswith("/"):
@@ -98,9 +99,14 @@ def collect(host_pids: Iterable[int], layers: PodLayers) -> Collected:
                     _nameless(folder / "fd" / str(fd), target, f"process {inside}, descriptor {fd}", nameless)
             for path, target in _mapped(folder):
                 _nameless(path, target, f"process {inside}, a mapping", nameless)
+            for identity, place in extra_watches.nameless(folder, _places(folder)):
+                holders.setdefault(identity, (inside, place))
             near.append(str((folder / "cwd").readlink()))
     extra_files.zombies(host_pids, extras)
     extras.links = _names_left(nameless, layers)
+    watches: dict[tuple[int, int], str] = {}
+    for fdinfo in watching:
+        _watches(fdinfo, extras, holders, watches)
     return Collected(extras, _watched(watches, layers, near), again)
 
 
@@ -110,14 +116,22 @@ def _count_ticks(pid: int, fd: int) -> None:
         libc.timerfd_gettime(copy, ctypes.create_string_buffer(32))
 
 
-def _watches(pid: int, folder: Path, fd: int, watches: dict[tuple[int, int], str]) -> None:
-    if waiting_bytes(pid, fd):
+def _watches(
+    fdinfo: Path,
+    extras: Extras,
+    holders: Mapping[tuple[int, int], tuple[int, str]],
+    watches: dict[tuple[int, int], str],
+) -> None:
+    inside, fd = inner_pid(fdinfo.parents[1]), int(fdinfo.name)
+    holder = f"process {inside}, descriptor {fd} (inotify)"
+    if waiting_bytes(int(fdinfo.parents[1].name), fd):
         raise Refused(
-            f"process {inner_pid(folder)}, descriptor {fd} (inotify) holds events that nobody has read",
+            f"{holder} holds events that nobody has read",
             "try again; if it stays, the program must read them or close it",
         )
-    for identity in watched((folder / "fdinfo" / str(fd)).read_text()):
-        watches[identity] = f"process {inner_pid(folder)}, descriptor {fd} (inotify)"
+    text = fdinfo.read_text()
+    extras.watches += extra_watches.watches(text, inside, fd, holders)
+    watches |= {identity: holder for identity in watched(text) if identity not in holders}
 
 
 def _watched(watches: dict[tuple[int, int], str], layers: PodLayers, near: list[str]) -> list[tuple[int, int, str]]:
@@ -163,6 +177,14 @@ def _descriptors(folder: Path) -> Iterator[tuple[int, str]]:
     for link in (folder / "fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             yield int(link.name), str(link.readlink())
+
+
+def _places(folder: Path) -> Iterator[tuple[str, Path, str]]:
+    """What is open and mapped: the place below the process's folder, its path, what it leads to."""
+    for fd, target in _descriptors(folder):
+        yield f"fd/{fd}", folder / "fd" / str(fd), target
+    for path, target in _mapped(folder):
+        yield f"map_files/{path.name}", path, target
 
 
 def _mapped(folder: Path) -> Iterator[tuple[Path, str]]:
@@ -250,6 +272,7 @@ def give_back(host_pids: Iterable[int], extras: Extras) -> None:
 
     extra_files.give_back(extras.packets, tasks)
     extra_files.set_terminals(extras.terminals, tasks, on=True)
+    extra_watches.give(extras.watches, tasks)
 
 
 def tasks_of(host_pids: Iterable[int]) -> Iterator[tuple[int, int]]:

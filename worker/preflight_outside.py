@@ -16,7 +16,6 @@ from pathlib import Path
 from moorage.worker import unix_diag
 from moorage.worker.borrow import borrowed_socket
 from moorage.worker.preflight import Process
-from moorage.worker.preflight_proc import watched
 from moorage.worker.preflight_ties import Fact, parse_locks, shared_locks, too_short, without_parent
 
 _SIOCGSKNS = 0x894C
@@ -54,7 +53,6 @@ def look(
     ]
     facts += shared
     facts += _locks(own, frozenset(pids), init)
-    facts += _nameless_watches(own)
     return facts
 
 
@@ -230,27 +228,3 @@ def _locks(processes: list[Process], inside: frozenset[int], init: int) -> Itera
                         comm = Path("/proc", str(outside), "comm").read_text().strip()
                         yield Fact("lock", str(process), file.fd, file.target, f"{outside} ({comm})")
                         break
-
-
-def _nameless_watches(processes: list[Process]) -> Iterator[Fact]:
-    """Watches of inotify on files and folders that were deleted while a process of the pod has them open."""
-    watches = [(process, file) for process in processes for file in process.files if "inotify" in file.target]
-    nameless = dict(_nameless(processes)) if watches else {}
-    for process, file in watches if nameless else ():
-        with contextlib.suppress(OSError):
-            fdinfo = Path("/proc", str(process.host_pid), "fdinfo", str(file.fd)).read_text()
-            for identity in watched(fdinfo):
-                if identity in nameless:
-                    yield Fact("nameless watch", str(process), file.fd, file.target, nameless[identity])
-
-
-def _nameless(processes: list[Process]) -> Iterator[tuple[tuple[int, int], str]]:
-    for process in processes:
-        folder = Path("/proc", str(process.host_pid))
-        paths = [folder / "fd" / str(file.fd) for file in process.files if file.target.endswith(" (deleted)")]
-        for path in (*paths, folder / "cwd"):
-            with contextlib.suppress(OSError):
-                name, status = str(path.readlink()), path.stat()
-                # The kernel says so too of a name that is gone while the file has another.
-                if name.endswith(" (deleted)") and (status.st_nlink == 0 or stat.S_ISDIR(status.st_mode)):
-                    yield (status.st_dev, status.st_ino), name.removesuffix(" (deleted)")

@@ -57,10 +57,6 @@ SAYINGS: Final = {
         "UDP_CORK is set, and what was written since cannot be read out",
         "set UDP_CORK to 0, which sends it, before the checkpoint",
     ),
-    "nameless watch": Saying(
-        "it watches {detail}, which has no name any more, and a watch is made by name",
-        "close what was deleted, or remove the watch (inotify_rm_watch), before the checkpoint",
-    ),
     "aio": Saying(
         "it has an AIO context (io_setup), and the kernel does not tell whether requests are in flight in it",
         "call io_destroy before the checkpoint, or use threads (POSIX aio) instead of io_submit",

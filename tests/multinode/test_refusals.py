@@ -143,7 +143,12 @@ _OWN = {
     "aio": (_PROCESS + r": it has an AIO context \(io_setup\)", "call io_destroy"),
     "user_timeout": (_DESCRIPTOR + ": TCP_USER_TIMEOUT of 1500 ms is shorter", "set TCP_USER_TIMEOUT to 0"),
     "corked": (_DESCRIPTOR + ": UDP_CORK is set", "set UDP_CORK to 0"),
-    "nameless_watch": (_DESCRIPTOR + r": it watches \S+/watched, which has no name any more", "remove the watch"),
+    "shared_client": (
+        _PROCESS
+        + r", descriptor \d+ \(unix socket\): it holds a connection that was not accepted yet, and whose other "
+        "end several processes have open",
+        "let the program accept its connections",
+    ),
     "nested": (_PROCESS + ": it is in a (user|pid) namespace of its own", "end the nested container"),
 }
 

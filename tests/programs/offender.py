@@ -120,13 +120,16 @@ def corked() -> str:
     return ""
 
 
-def nameless_watch() -> str:
-    path = pathlib.Path("watched")
-    _kept.append(path.open("w"))
-    watcher = int(_libc.inotify_init1(os.O_NONBLOCK))
-    if _libc.inotify_add_watch(watcher, b"watched", 2) < 0:
-        raise OSError(ctypes.get_errno(), "inotify_add_watch")
-    path.unlink()
+def shared_client() -> str:
+    listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    listener.bind("\0shared client")
+    listener.listen()
+    client.connect("\0shared client")
+    client.sendall(b"not accepted")
+    if os.fork() == 0:
+        while True:
+            time.sleep(1000)
+    _kept.extend((listener, client))
     return ""
 
 

@@ -23,8 +23,8 @@ DRIVER = FOLDER / "driver.py"
 #: The rows of what is refused, each with a test in tests/multinode/test_refusals.py.
 REFUSED = (
     "FIFO with a process outside", "aio", "corked", "device from outside", "disk from outside", "file from outside",
-    "io_uring", "lock with a process outside", "nameless_watch", "nested", "network from outside", "packet_socket",
-    "pipe from outside", "process that moorage did not start", "raw_socket", "sysv_outside", "traced",
+    "io_uring", "lock with a process outside", "nested", "network from outside", "packet_socket",
+    "pipe from outside", "process that moorage did not start", "raw_socket", "shared_client", "sysv_outside", "traced",
     "unix socket to the outside", "user_timeout",
 )  # fmt: skip
 #: Programs that need another pod, or the world outside, as their other end.

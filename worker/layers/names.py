@@ -17,7 +17,8 @@ def names_of(
     layers: Sequence[Layer], wanted: Collection[tuple[int, int]], near: Sequence[str] = (), *, deep: bool = False
 ) -> dict[tuple[int, int], str]:
     """See `PodLayers.names_of`."""
-    left, found = set(wanted), dict[tuple[int, int], str]()
+    own = {layer.merged.stat().st_dev for layer in layers}
+    left, found = {identity for identity in wanted if identity[0] in own}, dict[tuple[int, int], str]()
     for path, shown in _candidates(layers, near, deep=deep):
         if not left:
             break

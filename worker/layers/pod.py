@@ -318,7 +318,7 @@ class PodLayers:
         """Paths in the pod of files given by ``(st_dev, st_ino)`` as the pod sees them; of several names, one.
 
         Looked for in the folders ``near`` and in all that the pod wrote; ``deep``: then, for some seconds at most, in
-        all that it sees. The overlays must be mounted.
+        all that it sees. What is on no overlay (in a mount of the job) has none. The overlays must be mounted.
         """
         return names_of(self._layers, wanted, near, deep=deep)
 

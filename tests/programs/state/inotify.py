@@ -1,12 +1,13 @@
-"""inotify: watches of a folder, of a file and of one that was renamed, with their numbers and masks."""
+"""inotify: watches of a folder, a file, renamed and deleted ones, with their numbers and masks."""
 
 import os
 import struct
+import time
 from collections.abc import Iterator
 
-from kit import call, equal, run
+from kit import call, call_until, equal, fork, run
 
-MODIFY, CREATE, DELETE = 0x2, 0x100, 0x200
+MODIFY, ATTRIB, CREATE, DELETE, FOLDER = 0x2, 0x4, 0x100, 0x200, 0x40000000
 
 
 def events(fd: int) -> list[tuple[int, int, bytes]]:
@@ -22,6 +23,12 @@ def events(fd: int) -> list[tuple[int, int, bytes]]:
     return found
 
 
+def in_folder(name: str) -> None:
+    os.chdir(name)
+    while True:
+        time.sleep(1000)
+
+
 def program(nonce: bytes) -> Iterator[None]:
     os.mkdir("folder")
     for name in ("file", "renamed"):
@@ -31,6 +38,17 @@ def program(nonce: bytes) -> Iterator[None]:
     file = call("inotify_add_watch", fd, b"file", MODIFY)
     renamed = call("inotify_add_watch", fd, b"renamed", MODIFY)
     os.rename("renamed", "of another name")
+    # What has no name any more, but is open: a file, and a child's folder.
+    deleted = open("deleted", "w+")  # noqa: SIM115
+    nameless = call("inotify_add_watch", fd, b"deleted", MODIFY)
+    os.mkdir("below")
+    child = fork(lambda: in_folder("below"))
+    call_until(lambda: equal(os.readlink(f"/proc/{child}/cwd"), os.path.abspath("below"), "the child's folder"))
+    below = call("inotify_add_watch", fd, b"below", ATTRIB)
+    os.unlink("deleted")
+    os.rmdir("below")
+    events(fd)
+    step = 0
     yield
     while True:
         equal(events(fd), [], "events though nothing happened")
@@ -39,7 +57,12 @@ def program(nonce: bytes) -> Iterator[None]:
         for name in ("file", "of another name"):
             with open(name, "a") as handle:
                 handle.write("x")
+        deleted.write("x")
+        deleted.flush()
+        os.chmod(f"/proc/{child}/cwd", 0o700 + step % 2)
+        step += 1
         wanted = [(folder, CREATE, b"made"), (folder, DELETE, b"made"), (file, MODIFY, b""), (renamed, MODIFY, b"")]
+        wanted += [(nameless, MODIFY, b""), (below, ATTRIB | FOLDER, b"")]
         equal(events(fd), wanted, "events")
         yield
 

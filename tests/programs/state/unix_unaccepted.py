@@ -1,4 +1,4 @@
-"""Unix connections not accepted yet: their order, data, packets, half closed, closed; a client that waits in an epoll."""
+"""Unix connections not accepted yet: their order, data, packets, half closed, closed; a client in an epoll."""
 
 import os
 import select
