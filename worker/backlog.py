@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from moorage.errors import MoorageError, NotFound, Refused
-from moorage.worker import connecting, extra_files, extra_watches, unaccepted, unix_diag
+from moorage.worker import connecting, extra_files, extra_watches, unaccepted, under_way, unix_diag
 from moorage.worker.borrow import borrowed_socket
 from moorage.worker.extra_record import Early, Extras, PacketPipe, Terminal, Watch
 from moorage.worker.extra_state import tasks_of
@@ -108,6 +108,8 @@ def _take(pod: Pod, pids: list[int], ports: list[int], aside: Aside) -> list[Wai
     pod.network.shield(ports=ports)
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(borrowed_socket(*place)) for place in _listeners(pids, set(ports))]
+        if not set(ports) <= {listener.getsockname()[1] for listener in listeners}:
+            listeners += _under_way(pids, set(ports), stack)
         taken, accepted = waiting.take(listeners)
         aside.waiting = taken
         _note(pod, aside)
@@ -132,12 +134,21 @@ def _listeners(pids: list[int], ports: set[int]) -> Iterator[tuple[int, int]]:
 
 def _listens(pid: int, fd: int, ports: set[int]) -> bool:
     with borrowed_socket(pid, fd) as sock:
-        return (
-            sock.family in (socket.AF_INET, socket.AF_INET6)
-            and sock.type == socket.SOCK_STREAM
-            and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
-            and sock.getsockname()[1] in ports
-        )
+        return _is_at(sock, ports)
+
+
+def _is_at(sock: socket.socket, ports: set[int]) -> bool:
+    return (
+        sock.family in (socket.AF_INET, socket.AF_INET6)
+        and sock.type == socket.SOCK_STREAM
+        and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+        and sock.getsockname()[1] in ports
+    )
+
+
+def _under_way(pids: list[int], ports: set[int], stack: contextlib.ExitStack) -> list[socket.socket]:
+    """Those that listen at one of the ports and are on their way from one process to another."""
+    return [stack.enter_context(sock.dup()) for sock in under_way.sockets(pids) if _is_at(sock, ports)]
 
 
 def put_back(pod: Pod) -> None:

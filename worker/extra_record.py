@@ -67,6 +67,15 @@ class Watch(msgspec.Struct, frozen=True):
     place: str
 
 
+class Pieces(msgspec.Struct, frozen=True):
+    """A stream (``pid`` and ``fd`` are those inside the pod) with descriptors under way: where, in what waits in it,
+    a message begins that has some with it."""
+
+    pid: int
+    fd: int
+    starts: list[int]
+
+
 class Early(msgspec.Struct, frozen=True):
     """A connection over a unix socket that was not accepted yet. ``listener``, ``client``: process in the pod and
     descriptor, of a ``client`` that has closed it none; ``data``: what it sent (packets: one each); ``shutdown``: 1 for
@@ -83,9 +92,9 @@ class Extras(msgspec.Struct):
     """``links``: path of an open file whose name was removed → a name that it still has. ``timers``: process →
     POSIX timer → the thread that it signals. ``eventfds``: process → descriptor → flags, of those that CRIU would make
     otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT,
-    ``terminals``: those with text that waits, ``locks``: all POSIX locks, ``watches``: those on what has no name.
-    ``backlog``: connections that wait to be accepted, ``early``: those over unix sockets, ``datagrams``: what waits in
-    UDP sockets. All numbers are those in the pod."""
+    ``terminals``: those with text that waits, ``locks``: all POSIX locks, ``watches``: those on what has no name,
+    ``pieces``: of streams with descriptors in them, ``backlog``: connections that wait to be accepted, ``early``: those
+    over unix sockets, ``datagrams``: what waits in UDP sockets. All numbers are those in the pod."""
 
     links: dict[str, str] = {}
     timers: dict[str, dict[int, int]] = {}
@@ -99,6 +108,7 @@ class Extras(msgspec.Struct):
     backlog: list[Waiting] = []
     early: list[Early] = []
     watches: list[Watch] = []
+    pieces: list[Pieces] = []
     datagrams: list[Datagram] = []
 
     def encode(self) -> bytes:

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import structlog
 
 from moorage.errors import Refused
-from moorage.worker import extra_files, extra_watches
+from moorage.worker import extra_files, extra_watches, under_way
 from moorage.worker.borrow import borrowed, borrowed_socket, libc
-from moorage.worker.extra_record import Extras, PosixLock, SocketOptions, Thread
+from moorage.worker.extra_record import Extras, Pieces, PosixLock, SocketOptions, Thread
 from moorage.worker.layers import PodLayers
 from moorage.worker.network import datagrams
 from moorage.worker.network.datagrams import Datagram
@@ -199,9 +199,13 @@ def _mapped(folder: Path) -> Iterator[tuple[Path, str]]:
 def _socket(pid: int, inside: int, fd: int, extras: Extras, seen: set[int], again: list[Datagram]) -> None:
     with contextlib.suppress(OSError), borrowed_socket(pid, fd) as sock:
         inode = os.fstat(sock.fileno()).st_ino
-        if inode in seen or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        if inode in seen:
             return
         seen.add(inode)
+        if sock.family == socket.AF_UNIX and sock.type == socket.SOCK_STREAM and (starts := under_way.starts(sock)):
+            extras.pieces.append(Pieces(inside, fd, starts))
+        if sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return
         options = []
         for level, name in _OPTIONS:
             with contextlib.suppress(OSError):

@@ -61,6 +61,29 @@ def test_locks_that_criu_left_out_are_added() -> None:
     assert [(each.flag, each.type, each.pid) for each in added] == [(1, 1, 5), (2, 1, 6), (1, 0, 6)]
 
 
+def test_what_waits_before_a_message_with_descriptors_is_cut_off_it(tmp_path: Path) -> None:
+    packet = images.message("packet")
+    path = tmp_path / "sk-queues.img"
+    held = [(packet(id_for=7, length=5, scm=[b"rights"]), b"abcde"), (packet(id_for=8, length=3, scm=[b"x"]), b"fgh")]
+    held += [(packet(id_for=7, length=4, scm=[b"more"]), b"ijkl"), (packet(id_for=7, length=2), b"mn")]
+    text = struct.pack("<II", 0x54564319, 9)
+    for entry, data in held:
+        body = entry.SerializeToString()
+        text += struct.pack("<I", len(body)) + body + data
+    path.write_bytes(text)
+    images.edit_packets(path, lambda found: None)
+    assert path.read_bytes() == text
+    images.edit_packets(path, lambda found: mend.split(found, {7: [4, 7], 9: [1]}))
+    found: list[tuple[object, bytes]] = []
+    images.edit_packets(path, found.extend)
+    wanted = [(7, [], b"abcd"), (7, [b"rights"], b"e"), (8, [b"x"], b"fgh"), (7, [], b"ij"), (7, [b"more"], b"kl")]
+    assert [(e.id_for, list(e.scm), data) for e, data in found] == [*wanted, (7, [], b"mn")]  # type: ignore[attr-defined]
+    assert all(e.length == len(data) for e, data in found)  # type: ignore[attr-defined]
+    path.write_bytes(text[:-1])
+    with pytest.raises(CorruptData):
+        images.edit_packets(path, lambda found: None)
+
+
 def test_an_image_that_criu_left_out_for_want_of_locks_is_made(tmp_path: Path) -> None:
     mend.mend(tmp_path, Extras(locks=[PosixLock(6, 3, True, 10, 0)]))
     magic, [lock] = images.read(tmp_path / "filelocks.img", "lock")

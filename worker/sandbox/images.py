@@ -60,6 +60,7 @@ _MESSAGES: Final[dict[str, tuple[tuple[str, int, str], ...]]] = {
     ),
     "dump_times": (("frozen", 2, "u32"), ("memory", 3, "u32"), ("written", 4, "u32")),
     "statistics": (("dump", 1, "dump_times"),),
+    "packet": (("id_for", 1, "u32"), ("length", 2, "u32"), ("scm", 4, "bytes*")),
     "irmap": (("device", 1, "u32"), ("inode", 2, "u64"), ("path", 3, "bytes")),
 }  # fmt: skip
 
@@ -148,6 +149,29 @@ def edit(path: Path, kind: str, change: Callable[[list[Any]], list[Any] | None],
     changed = change(entries)
     if changed is not None:
         path.write_bytes(_encode((_COMMON_MAGIC, magic), changed))
+
+
+def edit_packets(path: Path, change: Callable[[list[tuple[Any, bytes]]], list[tuple[Any, bytes]] | None]) -> None:
+    """As `edit`, of the image of what waits in sockets: each message ``packet`` with its data. Raises `CorruptData`."""
+    data = path.read_bytes()
+    found, at = [], _HEAD.size
+    try:
+        _, magic = _HEAD.unpack_from(data)
+        while at < len(data):
+            (size,) = _SIZE.unpack_from(data, at)
+            entry = message("packet").FromString(data[at + _SIZE.size : at + _SIZE.size + size])
+            at += _SIZE.size + size + entry.length
+            if at > len(data):
+                raise CorruptData(f"{path.name} ends in the middle of an entry")
+            found.append((entry, data[at - entry.length : at]))
+    except (struct.error, DecodeError) as error:
+        raise CorruptData(f"{path.name} cannot be read: {error}") from None
+    if (changed := change(found)) is not None:
+        parts = [_encode((_COMMON_MAGIC, magic), [])]
+        for entry, text in changed:
+            body = entry.SerializeToString()
+            parts += [_SIZE.pack(len(body)), body, text]
+        path.write_bytes(b"".join(parts))
 
 
 def write_paths(path: Path, found: Iterable[tuple[int, int, str]]) -> None:

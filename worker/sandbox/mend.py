@@ -6,6 +6,7 @@
 * Of an eventfd with EFD_SEMAPHORE or a counter of more than 32 bits, and of an exit code above 127, a preloaded library
   is told (native/criu_limits/mends.cpp).
 * CRIU leaves out the POSIX locks that a process took on a descriptor which it shares with its parent.
+* What waits in a stream before a message with descriptors is written as one message with it.
 * An open file that lost its name while it has another is opened by the other one.
 """
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moorage.worker.extra_record import Extras, PosixLock
 from moorage.worker.sandbox import images
+
+T = TypeVar("T")
 
 #: Counters from here on stand for eventfds that the library makes.
 _FIRST_MARK = 0xE0000000
@@ -34,6 +37,11 @@ def mend(folder: Path, extras: Extras) -> str:
     if extras.locks:
         adding = functools.partial(add_locks, locks=extras.locks)
         images.edit(folder / "filelocks.img", "lock", adding, absent=images.LOCKS_MAGIC)
+    if extras.pieces:
+        starts: dict[int, list[int]] = {}
+        for one in extras.pieces:
+            starts |= dict(_files(folder, str(one.pid), {one.fd: one.starts}))
+        images.edit_packets(folder / "sk-queues.img", functools.partial(split, starts=starts))
     said = [f"z {process} {code};" for process, code in extras.zombies.items()]
     if extras.eventfds:
         flags = dict(pair for process, fds in extras.eventfds.items() for pair in _files(folder, process, fds))
@@ -41,7 +49,7 @@ def mend(folder: Path, extras: Extras) -> str:
     return "".join(said)
 
 
-def _files(folder: Path, process: str, fds: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+def _files(folder: Path, process: str, fds: Mapping[int, T]) -> Iterator[tuple[int, T]]:
     """Ids of the open files behind descriptors of a process, with what ``fds`` holds for each."""
     table = images.read(folder / f"ids-{process}.img", "ids")[1][0].files_id
     for one in images.read(folder / f"fdinfo-{table}.img", "descriptor")[1]:
@@ -71,6 +79,27 @@ def add_locks(found: list[Any], locks: Sequence[PosixLock]) -> list[Any] | None:
         if (lock.pid, lock.fd, lock.start, lock.length) not in known
     ]
     return [*found, *lacking] if lacking else None
+
+
+def split(found: list[tuple[Any, bytes]], starts: Mapping[int, Sequence[int]]) -> list[tuple[Any, bytes]] | None:
+    """Cut what came before a message with descriptors off it. ``starts``: id of a socket → where, in all that waits in
+    it, such messages begin. None if there is nothing to cut."""
+    cut: list[tuple[Any, bytes]] = []
+    read: dict[int, int] = {}
+    for entry, data in found:
+        begins = read.get(entry.id_for, 0)
+        read[entry.id_for] = begins + len(data)
+        for start in starts.get(entry.id_for, ()):
+            if begins < start < begins + len(data) and entry.scm:
+                plain = type(entry)()
+                plain.CopyFrom(entry)
+                plain.ClearField("scm")
+                plain.length = start - begins
+                entry.length -= plain.length
+                cut.append((plain, data[: plain.length]))
+                data = data[plain.length :]
+        cut.append((entry, data))
+    return cut if len(cut) > len(found) else None
 
 
 def wind_timers(files: list[Any]) -> list[Any] | None:

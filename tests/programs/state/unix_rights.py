@@ -1,4 +1,4 @@
-"""Descriptors in flight: files, pipes and sockets in a unix socket's queue that nobody has open otherwise."""
+"""Descriptors in flight: files, pipes, sockets in a unix socket's queue; a listening one with a connection waiting."""
 
 import os
 import socket
@@ -23,6 +23,12 @@ def program(nonce: bytes) -> Iterator[None]:
         for fd in fds:
             os.close(fd)
 
+    listener = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(listener.getsockname())
+    client.sendall(b"not accepted")
+    third, fourth = socket.socketpair()
+    third.sendall(b"before")
+    post(third, b"listener", [listener.detach()])
     post(left, b"file", [file])
     post(dgram_left, b"both", [read, inner[1].detach()])
     yield
@@ -36,6 +42,13 @@ def program(nonce: bytes) -> Iterator[None]:
             text, fds, _, _ = socket.recv_fds(dgram_right, 100, 4)
             equal((text, len(fds)), (b"both", 2), "a datagram with descriptors")
             equal(os.read(fds[0], 100), b"in the pipe", "the pipe")
+            equal(fourth.recv(6), b"before", "what was sent before the listener")
+            text, passed, _, _ = socket.recv_fds(fourth, 100, 4)
+            equal((text, len(passed)), (b"listener", 1), "a message with a listener")
+            with socket.socket(fileno=passed[0]) as listening, listening.accept()[0] as accepted:
+                equal(accepted.recv(100), b"not accepted", "the connection that waited")
+                accepted.sendall(b"welcome")
+                equal(client.recv(100), b"welcome", "the answer")
             with socket.socket(fileno=fds[1]) as other:
                 equal(other.recv(100), b"in the socket", "the socket")
                 other.sendall(b"back")
