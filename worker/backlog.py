@@ -8,6 +8,7 @@ file of the pod's folder meanwhile: a worker that follows puts it back before th
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,8 @@ from moorage.worker.borrow import borrowed_socket
 from moorage.worker.extra_record import Early, Extras, PacketPipe, Terminal, Watch
 from moorage.worker.extra_state import tasks_of
 from moorage.worker.guard.files import write_private
-from moorage.worker.network import namespace, waiting
+from moorage.worker.network import corked, namespace, waiting
+from moorage.worker.network.corked import Corked
 from moorage.worker.network.waiting import Waiting
 from moorage.worker.pod import Pod
 from moorage.worker.sandbox.cgroup import PodCgroup
@@ -39,6 +41,7 @@ class Aside(msgspec.Struct):
     terminals: list[Terminal] = []
     watches: list[Watch] = []
     early: list[Early] = []
+    corked: list[Corked] = []
     #: The clients of `early` are connected again, and only lack what they had sent.
     connected: bool = False
 
@@ -62,6 +65,8 @@ def take(pod: Pod, pids: list[int], extras: Extras) -> None:
         extra_files.set_packets(packets, tasks, on=False)
         extra_files.set_terminals(terminals, tasks, on=False)
     extras.backlog = aside.waiting
+    if extras.corked:
+        extras.corked = _take_corked(pod, dict(tasks_of(pids)), extras.corked, aside)
     extras.early = _take_early(pod, pids, aside) if pids else []
 
 
@@ -88,6 +93,26 @@ def _take_early(pod: Pod, pids: list[int], aside: Aside) -> list[Early]:
         _note(pod, aside)
         pod.log.info("connections over unix sockets wait to be accepted", count=len(found))
     return aside.early + row
+
+
+def _take_corked(pod: Pod, tasks: dict[int, int], found: list[Corked], aside: Aside) -> list[Corked]:
+    for one in found:
+        with borrowed_socket(tasks[one.pid], one.fd) as sock:
+            taken = namespace.run_in(pod.network.netns_path, functools.partial(corked.take, sock, one))
+        aside.corked.append(taken)
+        _note(pod, aside)
+    return aside.corked
+
+
+def give_corked(pod: Pod, found: list[Corked]) -> None:
+    """Let UDP sockets hold back what they did. Raises nothing but for a process that is gone: it is only a datagram."""
+    tasks = dict(tasks_of(pod.processes()))
+    for one in found:
+        try:
+            with borrowed_socket(tasks[one.pid], one.fd) as sock:
+                corked.give(sock, one)
+        except (KeyError, OSError) as error:
+            pod.log.warning("a datagram that was held back is lost", process=one.pid, why=str(error))
 
 
 def early(pod: Pod) -> list[str]:
@@ -160,6 +185,7 @@ def put_back(pod: Pod) -> None:
         extra_files.set_packets(aside.packets, tasks, on=True)
         extra_files.set_terminals(aside.terminals, tasks, on=True)
         extra_watches.give(aside.watches, tasks)
+        give_corked(pod, aside.corked)
         if aside.early:
             give_early(pod, aside.early, connected=aside.connected)
         if aside.waiting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from moorage.errors import CorruptData
+from moorage.worker.network.corked import Corked
 from moorage.worker.network.datagrams import Datagram
 from moorage.worker.network.waiting import Waiting
 
@@ -94,7 +95,8 @@ class Extras(msgspec.Struct):
     otherwise. ``zombies``: process that has ended → its exit code, above 127. ``packets``: pipes with O_DIRECT,
     ``terminals``: those with text that waits, ``locks``: all POSIX locks, ``watches``: those on what has no name,
     ``pieces``: of streams with descriptors in them, ``backlog``: connections that wait to be accepted, ``early``: those
-    over unix sockets, ``datagrams``: what waits in UDP sockets. All numbers are those in the pod."""
+    over unix sockets, ``datagrams``: what waits in UDP sockets, ``corked``: what those hold back. All numbers are
+    those in the pod."""
 
     links: dict[str, str] = {}
     timers: dict[str, dict[int, int]] = {}
@@ -109,6 +111,7 @@ class Extras(msgspec.Struct):
     early: list[Early] = []
     watches: list[Watch] = []
     pieces: list[Pieces] = []
+    corked: list[Corked] = []
     datagrams: list[Datagram] = []
 
     def encode(self) -> bytes:

@@ -27,7 +27,7 @@ from moorage.worker import extra_files, extra_watches, under_way
 from moorage.worker.borrow import borrowed, borrowed_socket, libc
 from moorage.worker.extra_record import Extras, Pieces, PosixLock, SocketOptions, Thread
 from moorage.worker.layers import PodLayers
-from moorage.worker.network import datagrams
+from moorage.worker.network import corked, datagrams
 from moorage.worker.network.datagrams import Datagram
 from moorage.worker.preflight_proc import watched
 from moorage.worker.sandbox.process import inner_pid
@@ -212,6 +212,8 @@ def _socket(pid: int, inside: int, fd: int, extras: Extras, seen: set[int], agai
                 options.append((level, name, sock.getsockopt(level, name, _length(level, name))))
         extras.sockets.append(SocketOptions(inside, fd, options))
         if sock.type == socket.SOCK_DGRAM and sock.proto in (0, socket.IPPROTO_UDP):
+            if (held_back := corked.look(sock, inside, fd)) is not None:
+                extras.corked.append(held_back)
             found = datagrams.peek(sock)
             extras.datagrams += found
             if datagrams.spent(sock, found):

@@ -20,7 +20,6 @@ from moorage.worker.preflight_ties import Fact, parse_locks, shared_locks, too_s
 
 _SIOCGSKNS = 0x894C
 _TCP_USER_TIMEOUT = 18
-_SOL_UDP, _UDP_CORK = 17, 1
 _OWN_NAMESPACES = ("pid", "user", "mnt", "net", "ipc", "uts", "time")
 
 
@@ -143,8 +142,6 @@ def _sockets(
                 timeout = sock.getsockopt(socket.SOL_TCP, _TCP_USER_TIMEOUT)
                 if too_short(timeout, seconds):
                     yield Fact("user timeout", str(process), file.fd, file.target, str(timeout))
-            elif file.protocol.startswith("UDP") and sock.getsockopt(_SOL_UDP, _UDP_CORK):
-                yield Fact("corked", str(process), file.fd, file.target)
 
 
 def _type(sock: socket.socket) -> str:

@@ -53,10 +53,6 @@ SAYINGS: Final = {
         "TCP_USER_TIMEOUT of {detail} ms is shorter than a checkpoint may take, which would end the connection",
         "set TCP_USER_TIMEOUT to 0 or to a longer time",
     ),
-    "corked": Saying(
-        "UDP_CORK is set, and what was written since cannot be read out",
-        "set UDP_CORK to 0, which sends it, before the checkpoint",
-    ),
     "aio": Saying(
         "it has an AIO context (io_setup), and the kernel does not tell whether requests are in flight in it",
         "call io_destroy before the checkpoint, or use threads (POSIX aio) instead of io_submit",

@@ -194,6 +194,8 @@ async def _rebuild(pod: Pod, manifest: PodManifest, staging: Path) -> None:
     async with step("worker.restore.backlog"):
         if waiting:
             await asyncio.to_thread(backlog.give, pod, waiting)
+        if extras.corked:
+            await asyncio.to_thread(backlog.give_corked, pod, extras.corked)
         if extras.early:
             whole = unaccepted.settled(extras.early)
             await asyncio.to_thread(backlog.give_early, pod, extras.early, connected=whole)

@@ -142,7 +142,6 @@ _OWN = {
     "packet_socket": (_DESCRIPTOR + ": sockets of the protocol PACKET cannot be saved", "close the capture of packets"),
     "aio": (_PROCESS + r": it has an AIO context \(io_setup\)", "call io_destroy"),
     "user_timeout": (_DESCRIPTOR + ": TCP_USER_TIMEOUT of 1500 ms is shorter", "set TCP_USER_TIMEOUT to 0"),
-    "corked": (_DESCRIPTOR + ": UDP_CORK is set", "set UDP_CORK to 0"),
     "shared_client": (
         _PROCESS
         + r", descriptor \d+ \(unix socket\): it holds a connection that was not accepted yet, and whose other "

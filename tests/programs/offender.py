@@ -113,13 +113,6 @@ def user_timeout() -> str:
     return ""
 
 
-def corked() -> str:
-    sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    sock.setsockopt(17, 1, 1)
-    _kept.append(sock)
-    return ""
-
-
 def shared_client() -> str:
     listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     listener.bind("\0shared client")

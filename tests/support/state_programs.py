@@ -22,7 +22,7 @@ RESULTS = ROOT / "build" / "what-is-saved"
 DRIVER = FOLDER / "driver.py"
 #: The rows of what is refused, each with a test in tests/multinode/test_refusals.py.
 REFUSED = (
-    "FIFO with a process outside", "aio", "corked", "device from outside", "disk from outside", "file from outside",
+    "FIFO with a process outside", "aio", "device from outside", "disk from outside", "file from outside",
     "io_uring", "lock with a process outside", "nested", "network from outside", "packet_socket",
     "pipe from outside", "process that moorage did not start", "raw_socket", "shared_client", "sysv_outside", "traced",
     "unix socket to the outside", "user_timeout",

@@ -23,6 +23,9 @@ from moorage.worker.network.names import (
 
 SEAL_TABLE = "moorage-seal"
 SHIELD_TABLE = "moorage-shield"
+UNCORK_TABLE = "moorage-uncork"
+#: Commands that undo `uncork`.
+UNCORK = f"add table inet {UNCORK_TABLE}\ndelete table inet {UNCORK_TABLE}\n"
 #: (IPv4 total length, TCP data offset in words) of a segment that carries nothing: 20 bytes of IP, 5 to 15 words of
 #: TCP.
 _EMPTY_SEGMENTS = ", ".join(f"{20 + 4 * words} . {words}" for words in range(5, 16))
@@ -171,6 +174,22 @@ def shield(mark: int, ports: Sequence[int], connections: Sequence[tuple[tuple[st
 
 #: Commands that take the shield away, if there is one.
 UNSHIELD = f"add table inet {SHIELD_TABLE}\ndelete table inet {SHIELD_TABLE}\n"
+
+
+def uncork(port: int, ports: Sequence[int]) -> str:
+    """Commands that lead the UDP packets of the local ``port`` to ``ports`` of this network (of 127.0.0.1 and, if there
+    is a second one, of ::1), and keep whom they were for in two sets."""
+    table = f"inet {UNCORK_TABLE}"
+    text = f"{UNCORK}add table {table}\nadd chain {table} out {{ type route hook output priority -300; }}\n"
+    for family, address, to in zip(("ip", "ip6"), ("127.0.0.1", "::1"), ports, strict=False):
+        kind = "ipv4_addr" if family == "ip" else "ipv6_addr"
+        leading = f"{family} daddr set {address} udp dport set {to}"
+        text += (
+            f"add set {table} {family}_for {{ type {kind} . inet_service; flags dynamic; size 16; }}\n"
+            f"add rule {table} out meta nfproto {'ipv4' if family == 'ip' else 'ipv6'} udp sport {port} "
+            f"add @{family}_for {{ {family} daddr . udp dport }} {leading} accept\n"
+        )
+    return text
 
 
 def apply(commands: str) -> None:
