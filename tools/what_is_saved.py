@@ -47,9 +47,18 @@ _TAIL = """
 ## Seen at the last moment
 
 Some things cannot be read out of the kernel, but are gone as soon as the program looks: events of inotify, messages of
-netlink, connections over unix sockets that wait to be accepted with data in them, credentials in a unix socket's queue.
-A pod that is frozen in such a moment runs on for milliseconds and is frozen again, for a second at most. If they stay,
-the checkpoint is refused with the name of the process, and the job runs on.
+netlink, credentials in a unix socket's queue. A pod that is frozen in such a moment runs on for milliseconds and is
+frozen again, for a second at most. If they stay, the checkpoint is refused with the name of the process, and the job
+runs on.
+
+Requests of asynchronous I/O (`io_submit`) may take two seconds to end while the pod stands still; those that are in
+flight then (they wait for something, as `IOCB_CMD_POLL` does) are refused. That none is in flight is proved by counting
+the places of the context ([decisions/0018](decisions/0018-calls-in-place.md)), on x86-64; elsewhere every context is
+refused.
+
+Connections over unix sockets that wait to be accepted are saved with what was sent over them, by connecting their
+clients once more (the same decision). Refused, by name, are those whose client is open in several processes, is bound
+to a name of its own, or sent descriptors; and those of a listener that asks for credentials.
 """
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from moorage.errors import MoorageError, NotFound, Refused
-from moorage.worker import connecting, extra_files, extra_watches, unaccepted, under_way, unix_diag
+from moorage.worker import aio, connecting, extra_files, extra_watches, unaccepted, under_way, unix_diag
 from moorage.worker.borrow import borrowed_socket
 from moorage.worker.extra_record import Early, Extras, PacketPipe, Terminal, Watch
 from moorage.worker.extra_state import tasks_of
@@ -25,12 +26,16 @@ from moorage.worker.network import corked, namespace, waiting
 from moorage.worker.network.corked import Corked
 from moorage.worker.network.waiting import Waiting
 from moorage.worker.pod import Pod
+from moorage.worker.sandbox import inject
 from moorage.worker.sandbox.cgroup import PodCgroup
+from moorage.worker.sandbox.process import inner_pid
 from moorage.worker.transient import waiting_ports
 
 FILE = "aside.json"
 #: What a new connection takes in before its receiver has read any of it.
 _SMALL_BYTES = 30_000
+#: What a disk takes at most for a request; what is longer under way waits for something else.
+_REQUEST_SECONDS, _REQUEST_PAUSE = 2.0, 0.02
 
 
 class Aside(msgspec.Struct):
@@ -52,6 +57,7 @@ def take(pod: Pod, pids: list[int], extras: Extras) -> None:
 
     Raises `Refused`, `OSError`, `EnvironmentLacking`.
     """
+    _look_for_requests(pod, pids)
     packets, terminals = extras.packets, extras.terminals
     plain = [PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets]
     aside = Aside(packets=plain, terminals=terminals, watches=extras.watches)
@@ -68,6 +74,31 @@ def take(pod: Pod, pids: list[int], extras: Extras) -> None:
     if extras.corked:
         extras.corked = _take_corked(pod, dict(tasks_of(pids)), extras.corked, aside)
     extras.early = _take_early(pod, pids, aside) if pids else []
+
+
+def _look_for_requests(pod: Pod, pids: list[int]) -> None:
+    """Refuse what has asynchronous I/O in flight that does not end."""
+    users = [pid for pid in pids if aio.addresses(_maps(pid))] if inject.possible() else []
+    end = time.monotonic() + _REQUEST_SECONDS
+    while users:
+        with inject.held(PodCgroup(pod.cgroup), pids):
+            found = {pid: aio.in_flight(pid) for pid in users}
+        users = [pid for pid in users if found[pid]]
+        if users and time.monotonic() > end:
+            folder = Path("/proc", str(users[0]))
+            raise Refused(
+                f"process {inner_pid(folder)} ({(folder / 'comm').read_text().strip()}): {found[users[0]]} requests of "
+                "asynchronous I/O (io_submit) are in flight",
+                "let them end before the checkpoint (io_getevents), or cancel those that wait (io_cancel)",
+            )
+        time.sleep(_REQUEST_PAUSE if users else 0)
+
+
+def _maps(pid: int) -> str:
+    try:
+        return Path("/proc", str(pid), "maps").read_text(errors="replace")
+    except OSError:
+        return ""  # it has ended
 
 
 def _take_early(pod: Pod, pids: list[int], aside: Aside) -> list[Early]:

@@ -226,7 +226,7 @@ def _length(level: int, name: int) -> int:
 
 def _nameless(path: Path, target: str, holder: str, nameless: dict[str, tuple[int, int, str]]) -> None:
     name = target.removesuffix(" (deleted)")
-    if not name.startswith("/") or name.startswith(("/memfd:", "/SYSV", "/dev/")):
+    if not name.startswith("/") or name.startswith(("/memfd:", "/SYSV", "/dev/", "/[aio]")):
         return  # memory, or on a file system whose content CRIU itself saves
     with contextlib.suppress(FileNotFoundError):
         status = path.stat()

@@ -17,6 +17,7 @@ from moorage.worker import unix_diag
 from moorage.worker.borrow import borrowed_socket
 from moorage.worker.preflight import Process
 from moorage.worker.preflight_ties import Fact, parse_locks, shared_locks, too_short, without_parent
+from moorage.worker.sandbox import inject
 
 _SIOCGSKNS = 0x894C
 _TCP_USER_TIMEOUT = 18
@@ -63,7 +64,7 @@ def _of_process(process: Process, init: int) -> Iterator[Fact]:
             if own and own != _namespace(init, kind):  # one that has ended meanwhile is in none
                 yield Fact("namespace", str(process), detail={"mnt": "mount", "net": "network"}.get(kind, kind))
                 break
-        if " /[aio]" in (folder / "maps").read_text():
+        if not inject.possible() and " /[aio]" in (folder / "maps").read_text():
             yield Fact("aio", str(process))
 
 

@@ -54,7 +54,7 @@ SAYINGS: Final = {
         "set TCP_USER_TIMEOUT to 0 or to a longer time",
     ),
     "aio": Saying(
-        "it has an AIO context (io_setup), and the kernel does not tell whether requests are in flight in it",
+        "it has an AIO context (io_setup), of which this kind of machine does not tell whether requests are in flight",
         "call io_destroy before the checkpoint, or use threads (POSIX aio) instead of io_submit",
     ),
     "namespace": Saying(

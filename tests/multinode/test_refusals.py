@@ -140,7 +140,7 @@ _OWN = {
     "traced": (_PROCESS + ": it is traced by process .*", "end the debugger or strace first"),
     "raw_socket": (_DESCRIPTOR + ": sockets of the protocol (RAW|ICMP) cannot be saved", "use TCP or UDP"),
     "packet_socket": (_DESCRIPTOR + ": sockets of the protocol PACKET cannot be saved", "close the capture of packets"),
-    "aio": (_PROCESS + r": it has an AIO context \(io_setup\)", "call io_destroy"),
+    "aio": (_PROCESS + r": 1 requests of asynchronous I/O \(io_submit\) are in flight", "let them end"),
     "user_timeout": (_DESCRIPTOR + ": TCP_USER_TIMEOUT of 1500 ms is shorter", "set TCP_USER_TIMEOUT to 0"),
     "shared_client": (
         _PROCESS
