@@ -11,6 +11,7 @@
 #   sizes       bench.gpu_checkpoint at 8 and 64 GiB, and with host memory            (3 to 4 minutes)
 #   full        bench.gpu_checkpoint on a device that has no room for a copy          (1 to 2 minutes)
 #   map         the GPU map: needs two GPUs                                           (1 minute)
+#   keys        the program of memory protection keys (MOORAGE_STATE_BUILT: a folder that has it compiled)   (1 minute)
 #   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
 #   nccl-cuts   2 and 4 ranks on one GPU lose their communicators and get new ones    (1 to 3 minutes)
 #   nccl-bench  bench.gpu_nccl: what a cut takes, and what the proxy costs             (1 to 2 minutes)
@@ -72,6 +73,10 @@ for name in $stages; do
     sizes) stage sizes 400 "$python" -m bench.gpu_checkpoint --sizes 8,64 --baseline 8 --host 8 --commit "$commit" ;;
     full) stage full 180 "$python" -m bench.gpu_checkpoint --sizes "" --baseline "" --host 0 --full 24 --commit "$commit" ;;
     map) stage map 150 bash -c "tests tests/gpu/test_map.py" ;;
+    keys)
+      export MOORAGE_STATE_ONLY=memory_keys
+      stage keys 120 "$python" -m pytest -p no:cacheprovider -p no:benchmark -n 0 -q -s tests/multinode/test_state.py -k each_kind
+      ;;
     nccl-smoke) LINES_SHOWN=100 stage nccl-smoke 150 bash -c "tests -x -s tests/gpu/test_nccl.py -k two_ranks_of_one_pod" ;;
     # Nothing is restored, so several programs may share the GPU, with ranks that are processes of their own.
     nccl-cuts) LINES_SHOWN=150 stage nccl-cuts "${CUTS_SECONDS:-200}" bash -c "tests -n ${CUTS_JOBS:-2} -rA tests/gpu/test_nccl_cuts.py" ;;

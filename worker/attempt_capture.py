@@ -120,6 +120,8 @@ async def _drain(pod: Pod) -> GuardStatus:
 def _collect(pod: Pod, pids: list[int], work: Path) -> extra_record.Extras:
     extras, watched, again = extra_state.collect(pids, pod.layers)
     pod.network.deliver(again)
+    if extras.eventfds or extras.zombies:
+        criu.library()  # a restore needs it
     if watched or extras.timers:
         work.mkdir(mode=0o700, exist_ok=True)
     if extras.timers:

@@ -80,7 +80,7 @@ def _look(pod: Pod, on_gpu: frozenset[int], seconds: float) -> Found:
 def _library() -> list[Objection]:
     """An objection when moorage was installed anew, or in part, under this worker."""
     try:
-        criu.library()
+        criu.usable()
         return []
     except EnvironmentLacking as error:
         return [Objection("what is preloaded into CRIU", error.message, error.hint or "", type(error).__name__)]

@@ -92,13 +92,16 @@ def _word(lines: list[str], word: str) -> dict[str, str]:
 
 
 def test_each_kind_of_state_is_kept_over_moves_and_checkpoints(cluster: DevCluster) -> None:
+    only = os.environ.get("MOORAGE_STATE_ONLY", "").split()
     titles = {name: what for name, what in state_programs.titles().items() if name not in state_programs.IN_TWO_PODS}
+    titles = {name: what for name, what in titles.items() if name in only or not only}
     chance = random.Random(seed := int(os.environ.get("MOORAGE_STATE_SEED", time.time_ns() % 10**6)))
     print(f"MOORAGE_STATE_SEED={seed}")  # pytest shows it when the test fails
     job = StateJob(cluster, list(titles))
     lines = job.until_ready()
     assert not _word(lines, "lost"), _word(lines, "lost")
-    for action in (job.move, job.job.checkpoint, job.move):
+    # A job all of whose programs lack what they are about has ended.
+    for action in (job.move, job.job.checkpoint, job.move) if len(_word(lines, "lacks")) < len(titles) else ():
         time.sleep(chance.uniform(0.05, 1.0))
         action()
     time.sleep(chance.uniform(0.2, 1.0))
@@ -108,7 +111,9 @@ def test_each_kind_of_state_is_kept_over_moves_and_checkpoints(cluster: DevClust
     for name, what in titles.items():
         result = "kept" if name in kept else "not on this machine" if name in lacks else "lost"
         rows[name] = {"what": what, "result": result, "note": lacks.get(name, "")}
-    state_programs.record("programs", rows)
+    print(rows)
+    if not only:
+        state_programs.record("programs", rows)
     assert not lost, lost
     assert sorted([*kept, *lacks]) == sorted(titles)
     assert all(kept[name].split()[0] == started[name] for name in kept)

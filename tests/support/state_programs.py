@@ -52,6 +52,8 @@ def build() -> Path:
 
     Fails the test when a compiler is missing: `make test` installs them (tools/language-packages.sh).
     """
+    if built := os.environ.get("MOORAGE_STATE_BUILT"):
+        return Path(built)  # on a machine without compilers
     sources = [path for path in sorted(FOLDER.iterdir()) if path.suffix in (".c", ".h", ".java", ".go")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     target = ROOT / "build" / "state-programs" / digest

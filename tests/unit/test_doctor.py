@@ -152,7 +152,16 @@ def space(size: int) -> Callable[[Healthy], None]:
 
 
 def stale_library(machine: Healthy) -> None:
-    machine.library = ("", "/lib/limits.so is of another version of moorage")
+    machine.library = ("/lib/limits.so", "/lib/limits.so is of another version of moorage")
+
+
+def no_library(machine: Healthy) -> None:
+    machine.library = ("", "limits.so is not built")
+
+
+def no_library_nor_capability(machine: Healthy) -> None:
+    no_library(machine)
+    machine.mask &= ~(1 << 24)
 
 
 def little_memory(machine: Healthy) -> None:
@@ -168,6 +177,7 @@ MISSING: list[tuple[Callable[[Healthy], None], str, str, str]] = [
     (program("criu", None), "criu", "does not run", "runtime install"),
     (says("criu check", "no CONFIG_X"), "criu", "no CONFIG_X", "CHECKPOINT_RESTORE"),
     (stale_library, "criu library", "of another version", "install moorage anew"),
+    (no_library_nor_capability, "criu library", "is not built", "install moorage anew"),
     (without("runc"), "runc", "not installed", "runtime install"),
     (program("runc", (1, 1, 15)), "runc", "1.1.15", "runtime install"),
     (program("runc", (1, 3, 2)), "runc", "fake /proc", "runtime install"),
@@ -211,6 +221,7 @@ WARNINGS: list[tuple[Callable[[Healthy], None], str, str]] = [
     (without("etcd"), "etcd", "not installed"),
     (says("destroy", "Operation not supported"), "socket destroy", "by timeout"),
     (space(GIB), "space", "only small jobs"),
+    (no_library, "criu library", "is not built: pods that hold"),
     (little_memory, "memory", "1.0 GiB"),
 ]
 

@@ -44,7 +44,7 @@ def test_a_library_of_another_version_is_not_preloaded(
     assert criu.library().name == criu.LIMITS_LIBRARY  # that of this tree is the right one
     old = tmp_path / criu.LIMITS_LIBRARY
     old.write_bytes(b"\x7fELF before" + mark + b"behind")
-    monkeypatch.setattr(native, "find", lambda *_: old)
+    monkeypatch.setattr(native, "find", lambda *_, **__: old)
     (tmp_path / criu.MENDS_FILE).write_text("z 7 200;")
     with pytest.raises(EnvironmentLacking, match=f"of another version of moorage .{said}") as lacks:
         criu.environment(tmp_path)

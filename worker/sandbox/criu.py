@@ -68,16 +68,41 @@ def _preload(needed: bool) -> dict[str, str]:
 
 def library() -> Path:
     """What is preloaded into CRIU. Raises `EnvironmentLacking` if it is not there, or of another version of moorage."""
-    found = native.find(LIMITS_LIBRARY, "criu_limits")
-    mark = _MARK.search(found.read_bytes())
-    if mark is None or int(mark[1]) != LIMITS_VERSION:
-        which = f"version {mark[1].decode()}" if mark else "a version before 2"
+    found = find_library()
+    if lack := lacking(found):
         raise EnvironmentLacking(
-            f"{found} is of another version of moorage ({which}, and {LIMITS_VERSION} is needed): "
-            "what CRIU leaves out would come back wrong",
-            "install moorage anew, or run `make setup` where it was installed from its sources",
+            lack, "install moorage anew, or run `make setup` where it was installed from its sources"
         )
     return found
+
+
+def find_library() -> Path:
+    """The library, whatever its version. Raises `EnvironmentLacking`."""
+    return native.find(LIMITS_LIBRARY, "criu_limits", variable="MOORAGE_CRIU_LIBRARY")
+
+
+def lacking(found: Path) -> str:
+    """What is wrong with this library, in words; empty: nothing."""
+    mark = _MARK.search(found.read_bytes())
+    if mark is not None and int(mark[1]) == LIMITS_VERSION:
+        return ""
+    which = f"version {mark[1].decode()}" if mark else "a version before 2"
+    return (
+        f"{found} is of another version of moorage ({which}, and {LIMITS_VERSION} is needed): "
+        "what CRIU leaves out would come back wrong"
+    )
+
+
+def usable() -> None:
+    """Raises `EnvironmentLacking` where no pod can be saved rightly: the library is of another version, or not there
+    though root lacks a capability. With that one only some pods need it, which `library` says when they are captured.
+    """
+    try:
+        find_library()
+    except EnvironmentLacking:
+        if limits.has_capability(limits.CAP_SYS_RESOURCE):
+            return
+    library()
 
 
 def dump_options() -> str:

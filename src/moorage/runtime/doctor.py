@@ -140,6 +140,9 @@ def _criu(machine: Machine) -> Finding:
 
 def _criu_library(machine: Machine) -> Finding:
     path, lack = machine.limits_library()
+    if lack and not path and machine.capabilities() >> _CAP_SYS_RESOURCE & 1:
+        detail = f"{lack}: pods that hold some kinds of eventfds, or exit codes above 127, cannot be saved"
+        return Finding("criu library", "warning", detail, "install moorage anew (from its sources: `make setup`)")
     if lack:
         return Finding("criu library", "missing", lack, "install moorage anew (from its sources: `make setup`)")
     return Finding("criu library", "ok", path)

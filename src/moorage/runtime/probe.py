@@ -99,9 +99,10 @@ class Prober:
         from moorage.worker.sandbox import criu
 
         try:
-            return str(criu.library()), ""
+            found = criu.find_library()
         except EnvironmentLacking as error:
             return "", error.message
+        return str(found), criu.lacking(found)
 
     def kernel(self) -> str:
         """Release, such as 6.12.0-1-amd64."""
