@@ -42,9 +42,9 @@ _TAIL = """
 * Connections to the world (`ext0`) stay on a pod that runs on and on one that is restored on its node; elsewhere they
   are reset at once ([network](network.md)).
 * A TCP connection that is not open yet is opened by its client's kernel, which asks again: one that asks while the pod
-  stands still, or while a queue is full, comes in later, as without a checkpoint. The half of an opening that a listener
-  keeps (`TCP_DEFER_ACCEPT`: the client is connected and has said nothing) is lost in a move, and the client's first word
-  is answered with a reset; on a pod that runs on it stays.
+  stands still, or while a queue is full, comes in later, as without a checkpoint. The half of an opening that a
+  listener keeps (`TCP_DEFER_ACCEPT`: the client is connected and has said nothing) is lost in a move, and the client's
+  first word is answered with a reset; on a pod that runs on it stays.
 * The flags of a folder that is open lack `O_DIRECTORY` after a restore; the personality (`setarch`) of a process is the
   usual one.
 
