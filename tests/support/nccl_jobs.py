@@ -202,6 +202,9 @@ def disturb(
             info = ranks.job.checkpoint()
             measured["checkpoints"].append(round(time.monotonic() - began, 2))
             measured.setdefault("pauses", []).append(round(info.pause_seconds, 3))
+            if "bytes" not in measured:  # what the pause is spent on
+                parts = ranks.cluster.client().inspect(info).parts
+                measured["bytes"] = {f"{part.pod} {part.kind}": part.bytes for part in parts if part.bytes >> 20}
         else:
             here = [pod.node for pod in ranks.job.status().pods]
             there = [nodes[(nodes.index(node) + 1) % len(nodes)] for node in here]
