@@ -132,7 +132,7 @@ def _write(pod: Pod, staged: StagedCapture, device: Future[Answer | None]) -> Wr
     with store.writer(
         label=f"{pod.record.job} attempt {staged.attempt} pod {pod.record.pod}",
         nice=_BACKGROUND_NICE if background else 0,
-        threads=None if background else pod.node.cpus,
+        threads=_threads(pod, background=background),
     ) as writer:
         began = time.monotonic()
         manifest, index, stats = _add_all(pod, staged, captured, writer)
@@ -146,6 +146,13 @@ def _write(pod: Pod, staged: StagedCapture, device: Future[Answer | None]) -> Wr
         failpoints.hit_sync("worker.persist.manifest.after")
     _keep_index(pod, staged, index)
     return Written(name, stats, host)
+
+
+def _threads(pod: Pod, *, background: bool) -> int | None:
+    """How many write; None: as few as beside a job that needs the cores. One with a GPU needs them less."""
+    if background and pod_gpu.has(pod):
+        return max(1, pod.node.cpus // 2)
+    return None if background else pod.node.cpus
 
 
 def _with_memory(manifest: PodManifest, stats: WriteStats, memory: Answer) -> tuple[PodManifest, WriteStats]:
