@@ -1,5 +1,5 @@
 // Communicators are made non-blocking underneath, so that a creation can be taken back. Once they are there they block,
-// if the job's do: NCCL has a thread of its own for every call on a communicator that does not (20 to 50 µs each time).
+// if the job's do: NCCL starts a thread for every call on a communicator that does not.
 #pragma once
 
 #include "comm.h"
