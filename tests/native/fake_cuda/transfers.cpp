@@ -33,6 +33,25 @@ FAKE CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t size) {
   note("cuMemcpyDtoH_v2");
   return copy(reinterpret_cast<std::uintptr_t>(to), from, size);
 }
+// As seen with the real driver: mappings of two devices need access, or contexts that are named.
+FAKE CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t size) {
+  note("cuMemcpyDtoD_v2");
+  if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
+  for (const std::uintptr_t address : {to, from}) {
+    if (!accessible(address, size, current()->device)) return CUDA_ERROR_INVALID_VALUE;
+  }
+  return copy(to, from, size);
+}
+FAKE CUresult cuMemcpyPeer(CUdeviceptr to, CUcontext there, CUdeviceptr from, CUcontext here, size_t size) {
+  note("cuMemcpyPeer");
+  if (const CUresult bad = usable()) return bad;
+  if (!accessible(to, size, reinterpret_cast<Context*>(there)->device) ||
+      !accessible(from, size, reinterpret_cast<Context*>(here)->device)) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  std::memcpy(translate(to), translate(from), size);
+  return CUDA_SUCCESS;
+}
 FAKE CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count) {
   note("cuMemsetD32_v2");
   if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;

@@ -209,6 +209,17 @@ void peers(Job& job) {
   OK(cuMemAlloc_v2(&before, 2 * kMiB));
   OK(cuCtxPushCurrent_v2(second));
   ANSWERS(CUDA_ERROR_ILLEGAL_ADDRESS, cuMemsetD32_v2(before, 1, 4));
+  // Copies between devices need no peer access, as with the driver's own allocations.
+  CUdeviceptr there = 0;
+  OK(cuMemAlloc_v2(&there, 2 * kMiB));
+  fill(there, 2 * kMiB, 3);
+  OK(cuMemcpyDtoD_v2(before, there, 2 * kMiB));
+  CHECK(last_call() == "cuMemcpyPeer");
+  OK(cuCtxSetCurrent(first));
+  holds(before, 2 * kMiB, 3);
+  OK(cuCtxSetCurrent(second));
+  ANSWERS(CUDA_ERROR_INVALID_VALUE, cuMemcpyDtoD_v2(before + 4, there, 4 * kMiB));
+  OK(cuMemFree_v2(there));
   OK(cuCtxEnablePeerAccess(first, 0));
   fill(before, 2 * kMiB, 4);
   OK(cuCtxSetCurrent(first));
