@@ -16,7 +16,8 @@
 #   nccl-cuts   2 and 4 ranks on one GPU lose their communicators and get new ones    (1 to 3 minutes)
 #   nccl-bench  bench.gpu_nccl: what a cut takes, and what the proxy costs             (1 to 2 minutes)
 #   nccl        programs of two ranks with NCCL: needs two GPUs                       (10 minutes)
-#   two         what else only two GPUs can show: speed, shared memory, in TWO_SECONDS (4 minutes)
+#   two         jobs, shared memory and speed on two GPUs, in TWO_SECONDS              (10 minutes, twice:)
+#               TWO_PARTS="two-ddp two-tensor two-fsdp", TWO_PARTS="two-pods two-memory two-bandwidth two-speed"
 #   nccl-graphs CUDA graphs with NCCL's calls over a rebuild of communicators          (1 minute)
 # Nothing is built when MOORAGE_LIBCUDA_PROXY, MOORAGE_LIBNCCL_PROXY and MOORAGE_INIT name what was built elsewhere.
 # Each stage is bounded, and a stage that fails does not keep the next from running. MOORAGE_COMMIT names the commit.
@@ -95,7 +96,7 @@ for name in $stages; do
     two)
       # Each part gets what the whole has left. SIGINT: it takes down what it has started, since the next one needs the
       # GPUs for itself.
-      over=$((SECONDS + ${TWO_SECONDS:-215}))
+      over=$((SECONDS + ${TWO_SECONDS:-580}))
       fast=/var/tmp/moorage-two-evidence
       mkdir -p $fast && mount -t tmpfs -o size=100g,mode=755,huge=always tmpfs $fast && export MOORAGE_TEST_FOLDER=$fast
       part() { # name, seconds, seconds that must stay for others, command...
@@ -112,11 +113,13 @@ for name in $stages; do
         cp -f bench/results/two_gpus.json "$out/" 2>/dev/null
       }
       two=tests/gpu/test_two_gpus.py
-      part two-bandwidth 75 30 "$python" -m bench.two_gpus --parts bandwidth --commit "$commit"
-      part two-tests 130 30 bash -c "tests -s $two -k 'tensor_parallel or shared_between'"
-      part two-speed 110 0 "$python" -m bench.two_gpus --parts speed --commit "$commit"
-      [[ " ${TWO_PARTS:-} " != *" two-more "* ]] || # what the stage nccl shows as well
-        part two-more 300 0 bash -c "tests -s $two -k 'not tensor_parallel and not shared_between'"
+      part two-ddp 210 0 bash -c "tests -s $two -k data_parallel"
+      part two-tensor 210 0 bash -c "tests -s $two -k tensor_parallel"
+      part two-fsdp 210 0 bash -c "tests -s $two -k fully_sharded"
+      part two-pods 130 0 bash -c "tests -s $two -k pods_of_one_gpu"
+      part two-memory 100 0 bash -c "tests -s $two -k shared_between"
+      part two-bandwidth 100 0 "$python" -m bench.two_gpus --parts bandwidth --commit "$commit"
+      part two-speed 130 0 "$python" -m bench.two_gpus --parts speed --commit "$commit"
       unset MOORAGE_TEST_FOLDER
       umount -l $fast
       ;;

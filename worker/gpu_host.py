@@ -72,6 +72,13 @@ def offered(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
     return found
 
 
+def choose(free: Sequence[str], count: int, before: Sequence[str] = ()) -> list[str]:
+    """``count`` of the ``free`` GPUs: those of ``before`` in their order if all are there, so that none changes."""
+    if len(before) == count and set(before) <= set(free):
+        return list(before)
+    return list(free[:count])
+
+
 def device_node(uuid: str) -> Path:
     """The device node of a GPU. Raises `NotFound`."""
     for gpu in information():

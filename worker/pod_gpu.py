@@ -10,7 +10,7 @@ import dataclasses
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -60,8 +60,8 @@ def _folder(pod: Pod) -> Path:
     return pod.folder / "gpu"
 
 
-async def attach(pod: Pod) -> None:
-    """Give the pod its GPUs and tell the broker, which is started if there is none.
+async def attach(pod: Pod, manifest: PodManifest | None = None) -> None:
+    """Give the pod its GPUs and tell the broker, which is started if there is none. ``manifest``: it is restored.
 
     Raises `NoCapacity` (no GPU free), `EnvironmentLacking` (no driver, no proxy, no broker).
     """
@@ -69,7 +69,7 @@ async def attach(pod: Pod) -> None:
         return
     if not pod.record.gpus:
         await pod.node.gpus.enough(pod.spec.gpus_per_pod, _LEAVE_SECONDS)
-        pod.record.gpus = _choose(pod)
+        pod.record.gpus = _choose(pod, _saved(manifest).devices if manifest is not None else ())
         pod.save()
     await asyncio.to_thread(_lay_folder, pod)
     await tell(pod)
@@ -83,13 +83,19 @@ async def tell(pod: Pod) -> None:
         await pod.node.gpus.broker.ask(order, start=True)
 
 
-def _choose(pod: Pod) -> list[str]:
+def _saved(manifest: PodManifest) -> SavedMemory:
+    return msgspec.convert(manifest.extra["gpu"], SavedMemory) if "gpu" in manifest.extra else SavedMemory()
+
+
+def _choose(pod: Pod, before: Sequence[str]) -> list[str]:
     free = pod.node.gpus.free()
     wanted = pod.spec.gpus_per_pod
     if len(free) < wanted:
         raise NoCapacity(f"{pod.label} needs {wanted} GPUs, node {pod.node.name} has {len(free)} free")
-    pod.node.gpus.take(pod.container, free[:wanted])
-    return free[:wanted]
+    # Who says in which order GPUs are given out means it.
+    chosen = gpu_host.choose(free, wanted, () if pod.node.config.gpus else before)
+    pod.node.gpus.take(pod.container, chosen)
+    return chosen
 
 
 def _lay_folder(pod: Pod) -> None:
@@ -279,7 +285,7 @@ async def fill(pod: Pod, manifest: PodManifest) -> Timings:
     """Make the pod's device memory from its manifest. Raises `NoCapacity`, `CorruptData`, `DeviceFailed`."""
     if not has(pod) or "gpu" not in manifest.extra:
         return {}
-    memory = msgspec.convert(manifest.extra["gpu"], SavedMemory)
+    memory = _saved(manifest)
     _expect(pod, [KnownProcess(saved.process, saved.pid, 0, saved.name) for saved in memory.processes])
     config = pod.node.config
     async with step("worker.gpu.fill"):

@@ -61,7 +61,7 @@ async def restore(pod: Pod) -> Timings:
         await asyncio.to_thread(_fetch_journal, pod, manifest)
         finished = bool(manifest.extra.get("finished"))
         if not finished:
-            await pod_gpu.attach(pod)
+            await pod_gpu.attach(pod, manifest)
             filling = asyncio.create_task(pod_gpu.fill(pod, manifest), name=f"device memory of {pod.label}")
         await all_ended(
             timed(timings, "network", _network(pod)),

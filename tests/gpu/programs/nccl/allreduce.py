@@ -1,8 +1,8 @@
 """All-reduce of many sizes, timed when told: each rank reads FOLDER/do-RANK (``sweep ROUNDS`` or ``end``).
 
 The answer to a sweep, FOLDER/done, is one line of JSON: seconds an operation by bytes, the largest of all ranks; and
-bytes a second that each GPU copies within its own memory. FOLDER/ready says that all ranks are there. MOST: the largest
-size.
+bytes a second that each GPU moves within its own memory, by copies and by a kernel. FOLDER/ready says that all ranks
+are there. MOST: the largest size.
 """
 
 import functools
@@ -19,6 +19,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 folder, most, cuda = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] != ["cpu"]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+# The host's part of a small operation depends on the processors: those who are compared have the same.
+cores = sorted(os.sched_getaffinity(0))
+share = max(1, min(8, len(cores) // size))
+os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 if cuda:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -54,10 +58,13 @@ def sweep(rounds):
         work = functools.partial(dist.all_reduce, data[:bytes_].view(torch.float32))
         found[str(bytes_)] = min(timed(work, times) for _ in range(rounds))
     found["copy"] = data.numel() * 2 / timed(lambda: other.copy_(data), 10)
+    # A copy may be a copy engine's; this is a kernel.
+    whole = (other.view(torch.float32), data.view(torch.float32))
+    found["kernel"] = data.numel() * 2 / timed(lambda: torch.mul(whole[1], 2.0, out=whole[0]), 10)
     everybody = [None] * size
     dist.all_gather_object(everybody, found)
-    slowest = {key: max(one[key] for one in everybody) for key in found if key != "copy"}
-    return {"seconds": slowest, "copy": [one["copy"] for one in everybody]}
+    slowest = {str(bytes_): max(one[str(bytes_)] for one in everybody) for bytes_ in SIZES}
+    return {"seconds": slowest} | {name: [one[name] for one in everybody] for name in ("copy", "kernel")}
 
 
 def say(name, text=""):
