@@ -1,28 +1,37 @@
-"""Which GPUs of a machine a worker gives to pods, and in which order."""
+"""Which pod has which GPU of a node."""
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
-from moorage.errors import UsageError
-from moorage.worker.gpu_host import offered
-
-KNOWN = ["GPU-a", "GPU-b", "GPU-c"]
+from moorage.worker import gpu_host
 
 
-def test_without_a_setting_all_are_given_in_bus_order() -> None:
-    assert offered(KNOWN, []) == KNOWN
-    assert offered([], []) == []
+def test_a_new_pod_waits_for_the_gpu_of_one_that_is_about_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_host, "information", lambda: [{"GPU UUID": "GPU-1"}])
 
+    async def main() -> None:
+        gpus = gpu_host.NodeGpus(tmp_path, "boot")
+        gpus.leave("stranger")
+        await gpus.enough(1, 60.0)  # there is one
+        gpus.take("old", ["GPU-1"])
+        await gpus.enough(1, 60.0)  # there is none, and nobody leaves: who asks is told so at once
+        assert gpus.free() == []
+        gpus.leave("old")
+        waiting = asyncio.create_task(gpus.enough(1, 60.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        gpus.release("old")
+        await waiting
+        assert gpus.free() == ["GPU-1"]
+        gpus.take("old", ["GPU-1"])
+        gpus.leave("old")
+        await gpus.enough(1, 0.01)  # its memory takes longer than anybody waits
+        assert gpus.free() == []
 
-def test_the_setting_chooses_and_orders_by_number_and_by_uuid() -> None:
-    assert offered(KNOWN, ["2", "GPU-a"]) == ["GPU-c", "GPU-a"]
-    assert offered(KNOWN, ["1", "0"]) == ["GPU-b", "GPU-a"]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "said"), [(["3"], "no GPU 3"), (["GPU-x"], "no GPU GPU-x"), (["0", "GPU-a"], "twice")]
-)
-def test_what_is_not_there_or_named_twice_is_refused(wanted: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        offered(KNOWN, wanted)
+    asyncio.run(main())
