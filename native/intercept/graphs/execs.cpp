@@ -288,7 +288,7 @@ void launch_was_captured(CUgraphExec handle, CUgraph into, const nodes::List& be
   const auto outer = find_or_add(into);
   for (CUgraphNode node : nodes::of(into)) {
     if (std::find(before.begin(), before.end(), node) != before.end()) continue;
-    if (CUgraph inner = nodes::child(node)) put_inside(*outer, node, copy_parts_by_order(*exec->base, inner));
+    if (CUgraph inner = nodes::child(node)) put_inside(*outer, node, copy_parts_found(*exec->base, inner));
   }
   if (!holds(*outer)) {
     outer->troubles.push_back("graph " + text_of(into) + " captured the launch of graph " +
@@ -341,7 +341,7 @@ void child_added(CUgraph handle, CUgraphNode node, CUgraph child) {
   if (inner == child) {
     put_inside(*outer, node, known);
   } else if (inner != nullptr) {
-    put_inside(*outer, node, copy_parts_by_order(*known, inner));
+    put_inside(*outer, node, copy_parts_found(*known, inner));
   }
 }
 

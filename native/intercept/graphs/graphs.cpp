@@ -98,19 +98,14 @@ std::shared_ptr<Graph> copy_parts(const Graph& original, CUgraph copy,
     if (inner_copy == nullptr) {
       made->troubles.push_back("child graph node " + text_of(node) + " was not found in its copy " + text_of(copy));
     } else {
-      put_inside(*made, there, copy_parts_by_order(*known, inner_copy));
+      put_inside(*made, there, copy_parts_found(*known, inner_copy));
     }
   }
   return made;
 }
 
-std::shared_ptr<Graph> copy_parts_by_order(const Graph& original, CUgraph copy) {
-  const nodes::List here = nodes::of(original.handle);
-  const nodes::List there = nodes::of(copy);
-  std::unordered_map<CUgraphNode, CUgraphNode> pairs;
-  if (nodes::same_shape(here, there)) {
-    for (std::size_t i = 0; i < here.size(); ++i) pairs[here[i]] = there[i];
-  }
+std::shared_ptr<Graph> copy_parts_found(const Graph& original, CUgraph copy) {
+  const auto pairs = nodes::pairs(original.handle, copy);
   return copy_parts(original, copy, [&](CUgraphNode node) {
     const auto found = pairs.find(node);
     return found == pairs.end() ? nullptr : found->second;

@@ -143,8 +143,8 @@ void each(Graph& graph, const std::function<void(Graph&)>& tell);  // itself and
 // `copy` is a new graph that was made of `original`, whose nodes answer for the original's as `counterpart` says.
 std::shared_ptr<Graph> copy_parts(const Graph& original, CUgraph copy,
                                   const std::function<CUgraphNode(CUgraphNode)>& counterpart);
-// The same where only the order of the nodes tells; what does not fit is a trouble of the copy.
-std::shared_ptr<Graph> copy_parts_by_order(const Graph& original, CUgraph copy);
+// The same where it has to be found out which node is which; what is not certain is a trouble of the copy.
+std::shared_ptr<Graph> copy_parts_found(const Graph& original, CUgraph copy);
 // `inner` became part of `outer`.
 void put_inside(Graph& outer, CUgraphNode node, std::shared_ptr<Graph> inner);
 // An executable is made of the graph, or no longer.

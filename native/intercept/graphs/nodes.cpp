@@ -1,6 +1,7 @@
 #include "nodes.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <set>
 #include <unordered_map>
@@ -230,6 +231,99 @@ bool same_shape(const List& one, const List& other) {
   std::set<Edge> here;
   std::set<Edge> there;
   return inner_edges(one, here) && inner_edges(other, there) && here == there;
+}
+
+namespace {
+
+void mix(std::size_t& hash, std::size_t value) { hash = (hash ^ value) * 0x100000001b3ULL + (hash >> 29U); }
+
+// What a node does, as far as it can be asked.
+std::size_t doing(CUgraphNode node) {
+  std::size_t hash = 0xcbf29ce484222325ULL;
+  mix(hash, static_cast<std::size_t>(type(node)));
+  const auto pointer = [&](const auto* value) { mix(hash, reinterpret_cast<std::uintptr_t>(value)); };
+  switch (type(node)) {
+    case CU_GRAPH_NODE_TYPE_KERNEL: {
+      CUDA_KERNEL_NODE_PARAMS value{};
+      if (real::cuGraphKernelNodeGetParams_v2(node, &value) == CUDA_SUCCESS) pointer(value.func);
+      mix(hash, value.gridDimX);
+      mix(hash, value.blockDimX);
+      break;
+    }
+    case CU_GRAPH_NODE_TYPE_HOST: {
+      CUDA_HOST_NODE_PARAMS value{};
+      if (real::cuGraphHostNodeGetParams(node, &value) == CUDA_SUCCESS) {
+        pointer(reinterpret_cast<void*>(value.fn));
+        pointer(value.userData);
+      }
+      break;
+    }
+    case CU_GRAPH_NODE_TYPE_EVENT_RECORD: {
+      CUevent event = nullptr;
+      if (real::cuGraphEventRecordNodeGetEvent(node, &event) == CUDA_SUCCESS) pointer(event);
+      break;
+    }
+    case CU_GRAPH_NODE_TYPE_WAIT_EVENT: {
+      CUevent event = nullptr;
+      if (real::cuGraphEventWaitNodeGetEvent(node, &event) == CUDA_SUCCESS) pointer(event);
+      break;
+    }
+    default: break;
+  }
+  return hash;
+}
+
+// The same, and of all that it waits for, and of how much waits for it. No recursion: graphs can be long.
+std::size_t standing(CUgraphNode wanted, std::unordered_map<CUgraphNode, std::size_t>& known) {
+  for (List todo{wanted}; !todo.empty();) {
+    CUgraphNode const node = todo.back();
+    List around;
+    std::vector<std::size_t> before;
+    if (!dependencies(node, around)) around.clear();
+    bool ready = true;
+    for (CUgraphNode other : around) {
+      const auto found = known.find(other);
+      if (found == known.end()) todo.push_back(other);
+      if (found != known.end()) before.push_back(found->second);
+      ready = ready && found != known.end();
+    }
+    if (!ready) continue;
+    todo.pop_back();
+    std::size_t hash = doing(node);
+    std::sort(before.begin(), before.end());
+    for (const std::size_t one : before) mix(hash, one);
+    if (dependents(node, around)) mix(hash, around.size());
+    known[node] = hash;
+  }
+  return known[wanted];
+}
+
+}  // namespace
+
+std::unordered_map<CUgraphNode, CUgraphNode> pairs(CUgraph original, CUgraph copy) {
+  std::unordered_map<CUgraphNode, CUgraphNode> found;
+  const List here = of(original);
+  const List there = of(copy);
+  for (CUgraphNode node : here) {
+    CUgraphNode other = nullptr;
+    if (real::cuGraphNodeFindInClone(&other, node, copy) == CUDA_SUCCESS && other != nullptr) found[node] = other;
+  }
+  if (found.size() == here.size()) return found;
+  found.clear();
+  if (same_shape(here, there)) {
+    for (std::size_t i = 0; i < here.size(); ++i) found[here[i]] = there[i];
+    return found;
+  }
+  std::unordered_map<CUgraphNode, std::size_t> known;
+  std::unordered_map<std::size_t, List> ours;
+  std::unordered_map<std::size_t, List> theirs;
+  for (CUgraphNode node : here) ours[standing(node, known)].push_back(node);
+  for (CUgraphNode node : there) theirs[standing(node, known)].push_back(node);
+  for (const auto& [hash, list] : ours) {
+    const auto other = theirs.find(hash);
+    if (list.size() == 1 && other != theirs.end() && other->second.size() == 1) found[list[0]] = other->second[0];
+  }
+  return found;
 }
 
 bool move(CUgraphNode from, CUgraphNode to, std::string& why) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,9 @@ const char* type_name(CUgraphNode node);
 bool movable(CUgraphNode node);
 // Node for node of the same types, with the same edges among each other?
 bool same_shape(const List& one, const List& other);
+// Which node of `copy` stands for which node of the graph that it was made of, as the driver says, or by what each does
+// and waits for. Nodes for which that is not certain are left out.
+std::unordered_map<CUgraphNode, CUgraphNode> pairs(CUgraph original, CUgraph copy);
 // `to` does from now on what `from` does. False, and why.
 bool move(CUgraphNode from, CUgraphNode to, std::string& why);
 // In `graph`, nodes like `fresh` take the place of `old`, which go. False, and why.
