@@ -295,7 +295,7 @@ def targets(figures: dict[str, Any]) -> list[Target]:
         equal = float(bool(line.get("equal")))
         found.append(Target(f"{line['program']}: results equal to an undisturbed run", equal, "", ">=", 1.0))
         if "checkpoints" in line and line.get("pods", 1) == 1:
-            times = float(line["checkpoints"] + line["moves"])
+            times = float(line["checkpoints"] + line.get("moves", 0))
             found.append(Target(f"{line['program']}: checkpoints", times, "", ">=", 10.0))
     return found
 
