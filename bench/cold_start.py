@@ -105,13 +105,13 @@ def main() -> int:
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="moorage-bench-", dir="/var/tmp"))
     folder.chmod(0o755)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=90%,mode=755,huge=always", "tmpfs", str(folder)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=98%,mode=755,huge=always", "tmpfs", str(folder)], check=True)
     compiled = folder / "compiled"
     compiled.mkdir(mode=0o755)
     figures: dict[str, Any] = {}
     try:
         warm = Warm(folder)
-        warm.hold(16)
+        warm.hold(16, least_gib=3)
         warm.free(options.gib * 5)
         figures["cold"] = cold(folder, "cold", options.gib, compiled)
         figures["cold_compiled_before"] = cold(folder, "warm", options.gib, compiled)

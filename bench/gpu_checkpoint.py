@@ -309,7 +309,7 @@ def main() -> int:
     compared = [int(size) for size in options.baseline.split(",") if size]
     folder = Path(tempfile.mkdtemp(prefix="moorage-bench-", dir="/var/tmp"))
     folder.chmod(0o755)
-    mounting = f"size=95%,mode=755,huge={options.huge}"
+    mounting = f"size=98%,mode=755,huge={options.huge}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", mounting, "tmpfs", str(folder)], check=True)
     figures: dict[str, Any] = {}
     try:
@@ -317,24 +317,24 @@ def main() -> int:
         figures["link"] = link()
         if options.full:
             print(f"moorage, {options.full} GiB on a device that is full", flush=True)
-            warm.hold(16)
+            warm.hold(16, least_gib=3)
             figures["full"] = full(folder, options.full, warm)
             print({k: v for k, v in figures["full"].items() if k != "log"}, flush=True)
             print(*figures["full"].pop("log"), sep="\n", flush=True)
         if options.host:
             print(f"moorage, {options.host} GiB and 16 + 4 GiB on the host", flush=True)
-            warm.hold(28)
+            warm.hold(28, least_gib=3)
             figures["host_16+4"] = ours(folder, options.host, warm, all_changed=False, host=(16, 4))
             print(*figures["host_16+4"].pop("log"), sep="\n", flush=True)
         for gib in sizes:
             print(f"moorage, {gib} GiB", flush=True)
-            warm.hold(16)
+            warm.hold(16, least_gib=3)
             figures[f"moorage_{gib}"] = ours(folder, gib, warm, all_changed=gib <= 32)
             print({k: v for k, v in figures[f"moorage_{gib}"].items() if k != "log"}, flush=True)
             print(*figures[f"moorage_{gib}"].pop("log"), sep="\n", flush=True)
             if gib in compared:
                 print(f"driver checkpoint + CRIU, {gib} GiB", flush=True)
-                warm.hold(16)
+                warm.hold(16, least_gib=3)
                 figures[f"baseline_{gib}"] = baseline(folder, gib, warm)
                 print(figures[f"baseline_{gib}"], flush=True)
     finally:

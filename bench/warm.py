@@ -25,9 +25,12 @@ class Warm:
         self._files: list[Path] = []
         self._made = 0
 
-    def hold(self, spare_gib: float) -> None:
-        """Have all memory in hand but so much: the kernel may otherwise give memory that nobody ever touched."""
-        missing = round((free() - spare_gib) * _GIB)
+    def hold(self, spare_gib: float, *, least_gib: float | None = None) -> None:
+        """Have all memory in hand but so much: the kernel may otherwise give memory that nobody ever touched.
+
+        ``least_gib``: touch all but this first, so that what is left is no colder than the rest.
+        """
+        missing = round((free() - (spare_gib if least_gib is None else least_gib)) * _GIB)
         began = time.monotonic()
         noise = memoryview(os.urandom(_FILE))
 
@@ -46,10 +49,12 @@ class Warm:
         self._made += max(0, missing)
         self._files += [path for path in made if path is not None]
         print(f"touched {len(made) / _GIB:.0f} GiB in {time.monotonic() - began:.1f} s; {memory()}", flush=True)
+        if least_gib is not None:
+            self.free(spare_gib - free())
 
     def free(self, gib: float) -> None:
         """Give so much back to the kernel; call it right before what is measured."""
-        for path in [self._files.pop() for _ in range(min(len(self._files), round(gib * _GIB)))]:
+        for path in [self._files.pop() for _ in range(max(0, min(len(self._files), round(gib * _GIB))))]:
             path.unlink()
         print(memory(), flush=True)
 
