@@ -1,9 +1,9 @@
 """A serving worker from launch to its first token: cold against restored. Needs an NVIDIA GPU, root and transformers.
 
-``python -m bench.cold_start [--gib 4.5] [--rounds 3]``. Cold is the plain program, without moorage: once with empty
-caches of compiled kernels (a new machine), once with the caches that the first one filled. Restored is the parked job:
-from a store on a tmpfs whose memory was touched before, on one of two nodes of this machine and then the other; and on
-the node where it was, from the device memory that it left in pinned host memory (``park --keep host``).
+``python -m bench.cold_start [--gib 4.5] [--rounds 2] [--again]``. Cold is the plain program, without moorage, with empty
+caches of compiled kernels (a new machine); with ``--again`` once more with the caches that it filled. Restored is the
+parked job: from a store on a tmpfs whose memory was touched before, on one of two nodes of this machine and then the
+other; and on the node where it was, from the device memory that it left in pinned host memory (``park --keep host``).
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def restored(folder: Path, gib: float, rounds: int, compiled: Path) -> Iterator[
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gib", type=float, default=4.5)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--again", action="store_true", help="a second cold start, with what the first one compiled")
     parser.add_argument("--commit", default="", help="of this tree, where there is no git")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="moorage-bench-", dir="/var/tmp"))
@@ -114,7 +115,8 @@ def main() -> int:
         warm.hold(16, least_gib=3)
         warm.free(options.gib * 5)
         figures["cold"] = cold(folder, "cold", options.gib, compiled)
-        figures["cold_compiled_before"] = cold(folder, "warm", options.gib, compiled)
+        if options.again:
+            figures["cold_compiled_before"] = cold(folder, "warm", options.gib, compiled)
         found = list(restored(folder, options.gib, options.rounds, compiled))
         figures["device_bytes"] = next(value for name, value in found if name == "bytes")
         for place in ("tmpfs", "host"):

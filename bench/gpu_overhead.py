@@ -80,7 +80,7 @@ def hashing(gib: int = 16) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--commit", default="", help="of this tree, where there is no git")
     options = parser.parse_args()
     ratios: dict[str, list[float]] = {name: [] for name in (*MOST, *TOLD)}

@@ -17,7 +17,9 @@ import msgspec
 from blake3 import blake3
 
 _FRESH_NS: Final = 1_000_000_000
-_BLOCK: Final = 8 << 20
+_BLOCK: Final = 16 << 20
+#: What a job has mapped may be many GiB (the libraries of CUDA), and its first checkpoint waits for all of it.
+_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 #: Live files above this size (data sets, weights on a shared disk) are sampled: beginning, end and blocks between.
 SAMPLED_ABOVE: Final = 256 << 20
 _SAMPLES: Final = 64
@@ -62,7 +64,7 @@ class Digests:
         return after.st_size, digest
 
     def _read(self, fd: int) -> str:
-        hasher = blake3()
+        hasher = blake3(max_threads=_THREADS)
         offset = 0
         while data := os.pread(fd, _BLOCK, offset):
             hasher.update(data)

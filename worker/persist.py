@@ -7,10 +7,11 @@ finds the capture named in the pod's record and begins again; what is in the sto
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,11 +36,11 @@ _RETRY_SECONDS = 1.0
 
 
 class Written(NamedTuple):
-    """What is in the store now. ``host``: seconds for all but device memory, which comes beside it."""
+    """What is in the store now. ``seconds``: of images and files, of all on the host, of device memory beside it."""
 
     manifest: str
     stats: WriteStats
-    host: float
+    seconds: dict[str, float]
 
 
 def begin(pod: Pod) -> None:
@@ -91,7 +92,8 @@ async def _persist(pod: Pod) -> None:
             pause_seconds=pod.paused(),
         )
         took = round(time.monotonic() - began, 2)
-        told = {"seconds": took, "host": round(written.host, 2), "total": vote.bytes_total, "new": vote.bytes_new}
+        parts = {what: round(seconds, 2) for what, seconds in written.seconds.items()}
+        told = {"seconds": took, **parts, "total": vote.bytes_total, "new": vote.bytes_new}
         pod.log.info("persisted", attempt=staged.attempt, **told)
     except AttemptAborted:
         return
@@ -135,7 +137,14 @@ def _write(pod: Pod, staged: StagedCapture, device: Future[Answer | None]) -> Wr
         threads=_threads(pod, background=background),
     ) as writer:
         began = time.monotonic()
-        manifest, index, stats = _add_all(pod, staged, captured, writer)
+        # Beside the rest: at first all files that the processes have mapped are read.
+        with ThreadPoolExecutor(
+            1, thread_name_prefix="fingerprint", initializer=_lower, initargs=(background,)
+        ) as pool:
+            looking = pool.submit(pod_fingerprint.build, pod, _seen(staged))
+            manifest, index, stats = _add_all(pod, staged, captured, writer)
+            written = time.monotonic() - began
+            manifest = msgspec.structs.replace(manifest, fingerprint=msgspec.to_builtins(looking.result()))
         host = time.monotonic() - began
         memory = device.result()
         if memory is not None:
@@ -145,7 +154,13 @@ def _write(pod: Pod, staged: StagedCapture, device: Future[Answer | None]) -> Wr
         name = store.write_pod_manifest(manifest)
         failpoints.hit_sync("worker.persist.manifest.after")
     _keep_index(pod, staged, index)
-    return Written(name, stats, host)
+    seconds = {"images": written, "host": host, **(memory.timings if memory is not None else {})}
+    return Written(name, stats, seconds)
+
+
+def _lower(background: bool) -> None:
+    if background:  # on Linux the nice value belongs to the thread, and to those that it starts
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICE)
 
 
 def _threads(pod: Pod, *, background: bool) -> int | None:
@@ -206,7 +221,6 @@ def _add_all(
         journal=journal,
         network={"external_address": pod.network.external_address, "node_address": pod.node.config.address},
         ranks=[msgspec.to_builtins(rank) for rank in staged.ranks],
-        fingerprint=msgspec.to_builtins(pod_fingerprint.build(pod, _seen(staged))),
         bytes_by_kind={kind: counted.total for kind, counted in writer.by_kind.items()},
         extra={"finished": staged.finished, "exit_code": record.exit_code, **pod_nccl.saved(pod)},
     )

@@ -104,15 +104,15 @@ def seconds(work: Callable[[], object], times: int) -> float:
 print(
     json.dumps(
         {
-            "training step": seconds(step, 300),
-            "graph replay": seconds(graph.replay, 600),
-            "decode": seconds(decode, 100),
-            "allocation": seconds(allocate, 50),
-            "allocation of 2 MiB": seconds(pairs(2), 500),
-            "allocation of 32 MiB": seconds(pairs(32), 500),
-            "allocation of 512 MiB": seconds(pairs(512), 200),
-            "allocation of many sizes": seconds(mixed, 10),
-            "allocation of new sizes": seconds(never_again, 10),
+            "training step": seconds(step, 150),
+            "graph replay": seconds(graph.replay, 300),
+            "decode": seconds(decode, 50),
+            "allocation": seconds(allocate, 20),
+            "allocation of 2 MiB": seconds(pairs(2), 200),
+            "allocation of 32 MiB": seconds(pairs(32), 200),
+            "allocation of 512 MiB": seconds(pairs(512), 50),
+            "allocation of many sizes": seconds(mixed, 3),
+            "allocation of new sizes": seconds(never_again, 2),
         }
     )
 )

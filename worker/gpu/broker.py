@@ -306,16 +306,19 @@ class Broker:
         return pod.written
 
     async def _write(self, pod: _Attached, saving: Saving) -> m.Answer:
+        began = time.monotonic()
         contents, stats = await asyncio.to_thread(saving.write)
+        seconds = time.monotonic() - began
+        told = {"seconds": round(seconds, 3), "bytes": saving.bytes_changed, "ahead": saving.bytes_ahead}
+        log.info("device memory is written", pod=pod.memory.label, **told)
         memory = msgspec.structs.replace(
             pod.snapshot,
             bytes_new=saving.bytes_changed,
             bytes_shared=saving.bytes_shared,
             bytes_same=saving.bytes_total - saving.bytes_changed - saving.bytes_shared,
         )
-        return m.Answer(
-            id=0, memory=memory, contents=contents, bytes_total=stats.bytes_total, bytes_new=stats.bytes_new
-        )
+        timings, total, new = {"device": seconds}, stats.bytes_total, stats.bytes_new
+        return m.Answer(id=0, memory=memory, contents=contents, bytes_total=total, bytes_new=new, timings=timings)
 
     async def _forget(self, pod: _Attached, request: m.Forget) -> m.Answer:
         if pod.saving is not None and pod.saving[0] == request.attempt:

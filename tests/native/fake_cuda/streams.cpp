@@ -111,13 +111,17 @@ CUresult submit(CUstream handle, Node node, std::function<void()> work) {
   if (current() == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
   Stream* stream = stream_of(handle);
   if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  Graph* graph = nullptr;
   {
     const std::lock_guard lock(stream->mutex);
-    if (stream->capture != nullptr) {
-      node.before = stream->captured;
-      stream->captured = {add_node(*stream->capture, std::move(node))};
-      return CUDA_SUCCESS;
-    }
+    graph = stream->capture;
+    if (graph != nullptr) node.before = stream->captured;
+  }
+  if (graph != nullptr) {  // without the stream's lock: that of the graphs comes first
+    Node* added = add_node(*graph, std::move(node));
+    const std::lock_guard lock(stream->mutex);
+    stream->captured = {added};
+    return CUDA_SUCCESS;
   }
   stream->push(std::move(work));
   return CUDA_SUCCESS;
