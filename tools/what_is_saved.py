@@ -45,6 +45,9 @@ _TAIL = """
   stands still, or while a queue is full, comes in later, as without a checkpoint. The half of an opening that a
   listener keeps (`TCP_DEFER_ACCEPT`: the client is connected and has said nothing) is lost in a move, and the client's
   first word is answered with a reset; on a pod that runs on it stays.
+* The processor time of a process begins at 0 after a restore, so `time.process_time()` goes back. Lost without a word
+  are: memberships of multicast groups, urgent TCP data (`MSG_OOB`) that waits, the restrictions of Landlock and of
+  `PR_SET_MDWE`, `F_NOTIFY` on folders, and that a file opened with `O_TMPFILE` may still be given a name.
 * The flags of a folder that is open lack `O_DIRECTORY` after a restore; the personality (`setarch`) of a process is the
   usual one.
 

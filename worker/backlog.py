@@ -87,8 +87,8 @@ def _look_for_requests(pod: Pod, pids: list[int]) -> None:
         if users and time.monotonic() > end:
             folder = Path("/proc", str(users[0]))
             raise Refused(
-                f"process {inner_pid(folder)} ({(folder / 'comm').read_text().strip()}): {found[users[0]]} requests of "
-                "asynchronous I/O (io_submit) are in flight",
+                f"process {inner_pid(folder)} ({(folder / 'comm').read_text().strip()}): asynchronous I/O is in flight "
+                f"(requests of io_submit: {found[users[0]]})",
                 "let them end before the checkpoint (io_getevents), or cancel those that wait (io_cancel)",
             )
         time.sleep(_REQUEST_PAUSE if users else 0)

@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 _LOCK = re.compile(r"^lock:\t\d+: POSIX +\w+ +(READ|WRITE) +(\d+) \S+ (\d+) (\d+|EOF)$", re.MULTILINE)
 _DEFAULT_SLACK = 50_000
 _NOTIFIED = re.compile(r"^ID: (\d+)\n.*\nnotify: \w+/tid\.(\d+)$", re.MULTILINE)
-_SOL_IPV6, _IPV6_TCLASS, _IPV6_HOPS = 41, 67, 16
+_SOL_UDP, _SOL_IPV6, _IPV6_TCLASS, _IPV6_HOPS = 17, 41, 67, 16
 _TCP_USER_TIMEOUT, _TCP_NOTSENT_LOWAT, _TCP_LINGER2, _TCP_SYNCNT, _TCP_DEFER, _TCP_CONGESTION = 18, 25, 8, 7, 9, 13
 #: ``TCP_CONGESTION`` is a name, all others are numbers.
 _OPTIONS = (
@@ -46,6 +46,12 @@ _OPTIONS = (
     (_SOL_IPV6, _IPV6_TCLASS), (_SOL_IPV6, _IPV6_HOPS),
     (socket.SOL_TCP, _TCP_USER_TIMEOUT), (socket.SOL_TCP, _TCP_NOTSENT_LOWAT), (socket.SOL_TCP, _TCP_LINGER2),
     (socket.SOL_TCP, _TCP_SYNCNT), (socket.SOL_TCP, _TCP_DEFER), (socket.SOL_TCP, _TCP_CONGESTION),
+    # What a program is told beside the data, and how datagrams are cut and where multicast goes. The kernel's numbers:
+    # Python has not all of the names.
+    *((socket.SOL_SOCKET, number) for number in (29, 35, 40, 46)),
+    *((socket.SOL_IP, number) for number in (8, 10, 11, 12, 13, 32, 33, 34)),
+    *((_SOL_IPV6, number) for number in (17, 18, 19, 23, 25, 49, 51, 66)),
+    (_SOL_UDP, 103), (_SOL_UDP, 104), (socket.SOL_TCP, 23),
     # After the type of service, which changes it.
     (socket.SOL_SOCKET, socket.SO_PRIORITY),
 )  # fmt: skip

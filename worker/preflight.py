@@ -108,6 +108,14 @@ def _file(process: Process, file: OpenFile) -> Iterable[Objection]:
         yield Objection(what, "it is a block device of this host", "use a file, or close it before the checkpoint")
     elif stat.S_ISCHR(file.mode) and not _standard(file.device):
         yield Objection(what, _device_why(file.device), "close it before the checkpoint")
+    elif file.target.startswith("/secretmem"):
+        yield Objection(what, "nobody else can read its memory (memfd_secret)", "close it, or use memfd_create")
+    elif _outside(process, file) and file.target.count("/") == 1:  # as mq_open names them
+        yield Objection(
+            what,
+            "it is a POSIX message queue, or was opened outside the pod",
+            "close it before the checkpoint (mq_close), or open the file inside the pod",
+        )
     elif _outside(process, file):
         yield Objection(
             what,

@@ -33,16 +33,18 @@ def look(
     *,
     with_broker: bool = False,
     own_ends: frozenset[int] = frozenset(),
+    frozen_stays: bool = False,
 ) -> list[Fact]:
     """All facts about a pod. ``init``: host pid of its pid 1; ``unix_peers``: what `read_unix_peers` gave inside its
     network; ``seconds``: how long a checkpoint may keep it standing; ``with_broker``: its GPU
     processes speak to the node's broker over sockets of packets, which are no tie. ``own_ends``: inode numbers of
-        the worker's ends of connections that are let go of before a capture."""
+    the worker's ends of connections that are let go of before a capture. ``frozen_stays``: a stopped process in the
+    frozen cgroup does not answer a tracer (version 1)."""
     processes, pids = list(processes), list(host_pids)
     facts = list(_strangers(pids, init))
     strangers = {int(fact.target) for fact in facts}
     own = [process for process in processes if process.host_pid not in strangers]
-    facts += [fact for process in own for fact in _of_process(process, init)]
+    facts += [fact for process in own for fact in _of_process(process, init, frozen_stays)]
     unix_peers = {inode: peer for inode, peer in unix_peers.items() if peer not in own_ends}
     shared, outside = _outside(own, frozenset(pids), init, unix_peers)
     facts += [
@@ -56,7 +58,7 @@ def look(
     return facts
 
 
-def _of_process(process: Process, init: int) -> Iterator[Fact]:
+def _of_process(process: Process, init: int, frozen_stays: bool) -> Iterator[Fact]:
     folder = Path("/proc", str(process.host_pid))
     with contextlib.suppress(OSError):
         for kind in _OWN_NAMESPACES:
@@ -64,6 +66,8 @@ def _of_process(process: Process, init: int) -> Iterator[Fact]:
             if own and own != _namespace(init, kind):  # one that has ended meanwhile is in none
                 yield Fact("namespace", str(process), detail={"mnt": "mount", "net": "network"}.get(kind, kind))
                 break
+        if frozen_stays and "\nState:\tT" in (folder / "status").read_text():
+            yield Fact("stopped", str(process))
         if not inject.possible() and " /[aio]" in (folder / "maps").read_text():
             yield Fact("aio", str(process))
 

@@ -16,6 +16,7 @@ from moorage.worker.preflight import Objection, Process, examine, exec_sessions,
 from moorage.worker.preflight_proc import lives, read_processes
 from moorage.worker.preflight_ties import Fact, judge
 from moorage.worker.sandbox import criu
+from moorage.worker.sandbox.cgroup import PodCgroup
 
 #: What CRIU's images and the copies hold beside the memory itself.
 _OVERHEAD_BYTES = 16 << 20
@@ -49,7 +50,14 @@ def _ties(pod: Pod, processes: list[Process], pids: list[int], seconds: float) -
     peers = namespace.run_in(pod.network.netns_path, preflight_outside.read_unix_peers)
     # The proxy of the GPU driver speaks to the broker, and lets go of it when it is told that a checkpoint begins.
     return preflight_outside.look(
-        processes, pids, init, peers, seconds, with_broker=pod_gpu.has(pod), own_ends=pod_nccl.ends(pod)
+        processes,
+        pids,
+        init,
+        peers,
+        seconds,
+        with_broker=pod_gpu.has(pod),
+        own_ends=pod_nccl.ends(pod),
+        frozen_stays=not PodCgroup(pod.cgroup).unified,
     )
 
 

@@ -57,6 +57,10 @@ SAYINGS: Final = {
         "it has an AIO context (io_setup), of which this kind of machine does not tell whether requests are in flight",
         "call io_destroy before the checkpoint, or use threads (POSIX aio) instead of io_submit",
     ),
+    "stopped": Saying(
+        "it is stopped (SIGSTOP or SIGTSTP), and CRIU cannot take hold of it in a frozen cgroup of version 1",
+        "let it go on (SIGCONT), or end it, before the checkpoint",
+    ),
     "namespace": Saying(
         "it is in a {detail} namespace of its own, as a nested container is",
         "end the nested container (docker, bubblewrap, unshare) before the checkpoint",

@@ -78,10 +78,14 @@ def look(hands: Hands) -> tuple[list[Early], list[Early]]:
     """Connections that wait in sockets of the pod: with data or ended, and those in a row that CRIU saves; without
     their data. Raises `Refused` for one of the first kind that cannot be made again."""
     table: dict[int, UnixSocket] = hands.in_network(unix_diag.read)  # type: ignore[assignment]
-    used, plain = awaited(table), in_order(table)
-    if not used and not plain:
+    queues = [one for one in table.values() if one.state == unix_diag.LISTENING and one.waiting]
+    if not queues:
         return [], []
-    holders = holders_of(hands.host_pids, {inode for one in used + plain for inode in (one.inode, *one.waiting)})
+    used, plain = awaited(table), in_order(table)
+    holders = holders_of(hands.host_pids, {inode for one in queues for inode in (one.inode, *one.waiting)})
+    for queue in queues:
+        for client in () if queue.inode in holders else holders_among(queue.waiting, holders):
+            raise _refused(client, "is connected, not accepted yet, to a socket that no process of the pod has open")
 
     def of(queue: UnixSocket) -> list[Early]:
         listeners = holders.get(queue.inode, [])[:1]  # none: it is not the pod's
@@ -92,6 +96,11 @@ def look(hands: Hands) -> tuple[list[Early], list[Early]]:
         with contextlib.suppress(Refused):  # then they come back in any order
             row += of(queue)
     return [one for queue in used for one in of(queue)], row
+
+
+def holders_among(inodes: Iterable[int], holders: Mapping[int, list[Place]]) -> list[Place]:
+    """Where sockets with these inode numbers are open. Pure."""
+    return [place for inode in inodes for place in holders.get(inode, [])]
 
 
 def _early(

@@ -22,6 +22,7 @@ import pytest
 
 from moorage.coordinator.client import Job
 from moorage.errors import Refused
+from moorage.worker.sandbox.cgroup import PodCgroup
 from tests.support import state_programs
 from tests.support.cluster import DevCluster
 
@@ -140,7 +141,7 @@ _OWN = {
     "traced": (_PROCESS + ": it is traced by process .*", "end the debugger or strace first"),
     "raw_socket": (_DESCRIPTOR + ": sockets of the protocol (RAW|ICMP) cannot be saved", "use TCP or UDP"),
     "packet_socket": (_DESCRIPTOR + ": sockets of the protocol PACKET cannot be saved", "close the capture of packets"),
-    "aio": (_PROCESS + r": 1 requests of asynchronous I/O \(io_submit\) are in flight", "let them end"),
+    "aio": (_PROCESS + r": asynchronous I/O is in flight \(requests of io_submit: 1\)", "let them end"),
     "user_timeout": (_DESCRIPTOR + ": TCP_USER_TIMEOUT of 1500 ms is shorter", "set TCP_USER_TIMEOUT to 0"),
     "shared_client": (
         _PROCESS
@@ -184,6 +185,15 @@ def test_shared_memory_of_system_v_from_outside_is_not_there(offender: Offender)
         libc.shmctl(segment, 0, None)
     words = "not refused: a pod has System V objects of its own; `shmget` with a key of the outside answers ENOENT"
     _messages["sysv_outside"] = {"message": words}
+
+
+def test_a_stopped_process_is_saved_or_refused_as_the_cgroups_allow(offender: Offender) -> None:
+    with offender.doing("stopped"):
+        if PodCgroup("/any").unified:
+            offender.job.checkpoint()
+            _messages["stopped"] = {"message": "not refused: it is saved where cgroups are of version 2, as here"}
+        else:
+            _says(offender.refusal("stopped"), _PROCESS + r": it is stopped \(SIGSTOP or SIGTSTP\)", "SIGCONT")
 
 
 def test_descriptors_that_came_from_outside_are_refused(offender: Offender, tmp_path: Path) -> None:

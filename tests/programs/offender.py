@@ -126,6 +126,16 @@ def shared_client() -> str:
     return ""
 
 
+def stopped() -> str:
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        while True:
+            time.sleep(1000)
+    os.waitpid(pid, os.WUNTRACED)
+    return ""
+
+
 def nested() -> str:
     if _libc.unshare(0x10000000 | 0x20000000):
         raise OSError(ctypes.get_errno(), "unshare")

@@ -141,4 +141,4 @@ def test_a_process_that_has_just_ended_is_no_nested_container() -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     gone = Process(pid=165, host_pid=ended.pid, name="sleep")
-    assert not list(preflight_outside._of_process(gone, os.getpid()))
+    assert not list(preflight_outside._of_process(gone, os.getpid(), frozen_stays=False))

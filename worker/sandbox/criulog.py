@@ -62,6 +62,11 @@ _REFUSALS: Final = (
         "try again; if it stays, the program must read them or close it",
     ),
     _rule(
+        r"Control messages in queue",
+        "a unix socket with messages that nobody has read and that come with credentials (SO_PASSCRED)",
+        "try again; if it stays, the program must read them or close it",
+    ),
+    _rule(
         r"(?:External socket is used|Unix socket .* without peer|unix: .*[Ee]xternal)",
         "a unix socket whose other end is outside the pod",
         "close the connection to the program outside",

@@ -19,6 +19,9 @@ def program(nonce: bytes) -> Iterator[None]:
     server.setsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST, 1)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 100_000)
     names = [s.getsockname() for s in (server, client, six)]
+    told = {(socket.SOL_SOCKET, 29): 1, (0, 8): 1, (0, 10): 3, (0, 11): 1, (0, 13): 1, (0, 33): 7, (17, 104): 1}
+    for (level, option), value in told.items():
+        client.setsockopt(level, option, value)
     any_v4 = socket.socket(type=socket.SOCK_DGRAM)
     any_v4.bind(("", 0))
     any_both = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM)
@@ -62,6 +65,7 @@ def program(nonce: bytes) -> Iterator[None]:
         equal(six.recv(1000), message, "a datagram over IPv6")
         equal([s.getsockname() for s in (server, client, six)], names, "addresses")
         equal(server.getsockopt(socket.SOL_SOCKET, socket.SO_BROADCAST), 1, "an option")
+        equal({key: client.getsockopt(*key) for key in told}, told, "options of what is told, cut and sent to many")
         equal(server.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF), 200_000, "the buffer size")
         if os.path.exists(os.environ.get("STATE_STOP", "stop")):
             for sock, message, port in kept:
