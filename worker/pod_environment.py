@@ -75,6 +75,9 @@ def _capturable(where: RankPlace) -> dict[str, str]:
         "NCCL_RAS_ENABLE": "0",
         "NCCL_NVLS_ENABLE": "0",
         "NCCL_CUMEM_HOST_ENABLE": "0",
+        # Buffers of captured calls are registered by all members together: a rank whose partner has not captured the
+        # same call yet, or has given its graph up, could not be rebuilt.
+        "NCCL_GRAPH_REGISTER": "0",
     }
 
 

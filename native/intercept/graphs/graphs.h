@@ -159,6 +159,7 @@ void before_change(Graph& graph);
 Exec* exec_of(CUgraphExec handle);  // null: the driver's own
 void share_out(Exec& exec);
 CUgraphNode counterpart(Exec& exec, CUgraphNode node);
+void drop_children(Exec& exec, Trash& trash);
 void tell_troubles(const Graph& graph, const std::function<void(const std::string&)>& tell);
 
 // All graphs of which the executable is made: what updates replaced is left out.

@@ -34,7 +34,6 @@ struct Exec {
   std::vector<Step> steps;
   std::vector<Object*> objects;
   Graph* graph = nullptr;
-  Graph* copy = nullptr;
   unsigned long long flags = 0;
 };
 
@@ -177,7 +176,6 @@ CUresult instantiate(CUgraphExec* out, CUgraph handle, unsigned long long flags)
     delete exec;
     return bad;
   }
-  exec->copy = cloned(*graph);
   ++graph->executables;
   executables.insert(exec);
   *out = reinterpret_cast<CUgraphExec>(exec);
@@ -252,8 +250,8 @@ CUresult begin(CUstream handle, CUgraph graph, const CUgraphNode* before, size_t
   if (const CUresult bad = usable()) return bad;
   Stream* stream = stream_of(handle);
   if (stream == nullptr || handle == nullptr || handle == CU_STREAM_LEGACY) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  const std::lock_guard lock(stream->mutex);  // a stream's lock comes before that of all graphs
   const Lock all(fake::mutex);
-  const std::lock_guard lock(stream->mutex);
   if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
   stream->capture = graph == nullptr ? fresh() : known(graph);
   stream->origin = true;
@@ -526,24 +524,16 @@ FAKE CUresult cuGraphUpload(CUgraphExec exec, CUstream) {
 }
 FAKE CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
   note("cuGraphLaunch");
+  Stream* stream = stream_of(stream_handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  {
+    const std::lock_guard lock(stream->mutex);
+    if (stream->capture != nullptr) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  }
   std::vector<Exec::Step> steps;
   {
     const Lock lock(fake::mutex);
-    Exec* exec = known(handle);
-    Stream* stream = stream_of(stream_handle);
-    if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
-    {
-      const std::lock_guard locked(stream->mutex);
-      if (stream->capture != nullptr) {
-        Node node;
-        node.type = CU_GRAPH_NODE_TYPE_GRAPH;
-        node.child = cloned(*exec->copy);
-        node.before = stream->captured;
-        stream->captured = {add_node(*stream->capture, std::move(node))};
-        return CUDA_SUCCESS;
-      }
-    }
-    steps = exec->steps;
+    steps = known(handle)->steps;
   }
   for (const Exec::Step& step : steps) {
     if (!step.enabled || !step.run) continue;
@@ -556,7 +546,6 @@ FAKE CUresult cuGraphExecDestroy(CUgraphExec handle) {
   Exec* exec = known(handle);
   executables.erase(exec);
   --exec->graph->executables;
-  destroy_graph(exec->copy);
   for (Object* object : exec->objects) release(object);
   delete exec;
   return CUDA_SUCCESS;
@@ -580,8 +569,6 @@ FAKE CUresult cuGraphExecUpdate_v2(CUgraphExec handle, CUgraph graph_handle, CUg
   std::swap(exec->steps, next.steps);
   std::swap(exec->objects, next.objects);
   for (Object* object : next.objects) release(object);
-  destroy_graph(exec->copy);
-  exec->copy = cloned(*graph);
   info->result = CU_GRAPH_EXEC_UPDATE_SUCCESS;
   return CUDA_SUCCESS;
 }
