@@ -1,6 +1,6 @@
 """A serving worker from launch to its first token: cold against restored. Needs an NVIDIA GPU, root and transformers.
 
-``python -m bench.cold_start [--gib 4.5] [--rounds 2] [--again]``. Cold is the plain program, without moorage, with empty
+``python -m bench.cold_start [--gib 4.5] [--rounds 2] [--again]``. Cold is the plain program without moorage, with empty
 caches of compiled kernels (a new machine); with ``--again`` once more with the caches that it filled. Restored is the
 parked job: from a store on a tmpfs whose memory was touched before, on one of two nodes of this machine and then the
 other; and on the node where it was, from the device memory that it left in pinned host memory (``park --keep host``).
