@@ -10,6 +10,7 @@
 #   programs    tests/gpu: all programs, then the long kernel alone                   (4 to 6 minutes)
 #   sizes       bench.gpu_checkpoint at 8 and 64 GiB, and with host memory            (3 to 4 minutes)
 #   full        bench.gpu_checkpoint on a device that has no room for a copy          (1 to 2 minutes)
+#   fill        bench.gpu_fill: ways from the store to the device                     (half a minute)
 #   map         the GPU map: needs two GPUs                                           (1 minute)
 #   keys        the program of memory protection keys (MOORAGE_STATE_BUILT: a folder that has it compiled)   (1 minute)
 #   nccl-smoke  two ranks with NVIDIA's NCCL in one pod on one GPU                    (1 to 2 minutes)
@@ -73,6 +74,7 @@ for name in $stages; do
       ;;
     sizes) stage sizes 400 "$python" -m bench.gpu_checkpoint --sizes 8,64 --baseline 8 --host 8 --commit "$commit" ;;
     full) stage full 180 "$python" -m bench.gpu_checkpoint --sizes "" --baseline "" --host 0 --full 24 --commit "$commit" ;;
+    fill) stage fill 100 "$python" -m bench.gpu_fill --commit "$commit" ;;
     map) stage map 150 bash -c "tests tests/gpu/test_map.py" ;;
     keys)
       export MOORAGE_STATE_ONLY=memory_keys
