@@ -1,7 +1,7 @@
 """From a store on tmpfs to the device by the code that restores: which threads, slots and ways of reading are best.
 
 ``python -m bench.gpu_fill [--gib 8]``. Needs an NVIDIA GPU and root; takes about 20 seconds. Nothing else runs beside
-it, so what it finds is what a restore could reach, not what one reaches beside CRIU's. ``pread`` is how the store reads;
+it: what it finds is what a restore could reach, not what one reaches beside CRIU. ``pread`` is how the store reads;
 ``mmap`` is a copy from the mapped pack, which is only tried here.
 """
 
