@@ -153,6 +153,8 @@ def edit(path: Path, kind: str, change: Callable[[list[Any]], list[Any] | None],
 
 def edit_packets(path: Path, change: Callable[[list[tuple[Any, bytes]]], list[tuple[Any, bytes]] | None]) -> None:
     """As `edit`, of the image of what waits in sockets: each message ``packet`` with its data. Raises `CorruptData`."""
+    if not path.exists():
+        return
     data = path.read_bytes()
     found, at = [], _HEAD.size
     try:
