@@ -261,6 +261,7 @@ Outcome rebuild(const Named& communicators, const Named& again, std::int64_t dea
     if (!door.torn) return {wire::kWrongState, "the communicators are not gone"};
     for (const auto& [name, id] : again) create::renew(name, id);
   }
+  graphs::release();  // what a try that failed has captured would keep its communicators
   for (const auto& [name, id] : communicators) {
     if (Outcome bad = make_anew(name, id, deadline_ns); bad.status != 0) return bad;
   }

@@ -262,7 +262,11 @@ std::string capture_again(const Table& proxy, const Wanted& wanted, std::int64_t
       const auto found = records().find(part);
       if (found == records().end()) return "";  // its last graph has just gone
       all.push_back(found->second);
-      for (const Op& op : all.back().ops) lost = lost || op.comm->dead || op.comm->real == nullptr;
+      for (const Op& op : all.back().ops) {
+        lost = lost || op.comm->dead;
+        if (op.comm->dead || op.comm->real != nullptr) continue;
+        return "communicator " + std::string(op.comm->name()) + " was not among those to be made anew";
+      }
     }
   }
   if (lost) return proxy.lose(wanted.capture), "";

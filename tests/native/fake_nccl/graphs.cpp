@@ -454,6 +454,8 @@ void held(Host& host, Ranks& all, const std::string& name) {
   CHECK(host.teardown().empty());
   host.part();
   CHECK(host.greet());
+  CHECK(host.rebuild({}).find("was not among those") != std::string::npos);  // a try that fails
+  CHECK(host.teardown().empty());
   CHECK(host.rebuild(ready(report)).empty());
   host.order(Host::Open);
   ++host.attempt;
