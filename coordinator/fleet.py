@@ -74,9 +74,10 @@ class Fleet:
         return max((process.report.attempt for process in self.processes.values()), default=0)
 
     def name(self, rank: int) -> str:
-        """What people call a number in the cut that is no rank's."""
+        """Where people find a number in the cut, which is a rank or, behind all ranks, a process that is none."""
         number = self._process_of[rank]
-        return f"{rank} is {self.processes[number]} of pod {self.pod_of[number]}"
+        pod = self.pod_of[number]
+        return f"{rank} is {self.processes[number]} of pod {pod} on {self._job.state.seats[pod].node}"
 
     # -- telling
 
@@ -128,6 +129,11 @@ class Fleet:
 
         answers = await all_pods(one(pod, bodies) for pod, bodies in by_pod.items())
         return {number: answer for some in answers for number, answer in some.items()}
+
+    async def tell(self, step: str, order: Any, seconds: float) -> None:
+        """Something that all pods must know, also those without a process. Raises `Failure`, `NodeGone`."""
+        body = {0: control.encode(order)}
+        await all_pods(self._ask(pod, step, body, seconds) for pod in range(self._job.state.pods))
 
     async def close(self) -> None:
         """End what is under way."""

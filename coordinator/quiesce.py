@@ -9,7 +9,9 @@ and begun again, by another coordinator too:
 * processes whose communicators are gone already take part in a cut as before (their counts stand), and let go of
   nothing a second time;
 * when any process lacks communicators all let go of theirs once more, and all are made anew, under fresh ids;
-* gates open only when nobody lacks anything. So a gate that is open says that all was made.
+* gates open only when nobody lacks anything. So a gate that is open says that all was made;
+* workers and processes open gates by themselves when they hear of no coordinator for long, until the cut is accepted
+  and all of them have heard so: only then the first communicator goes.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_STEPS = ("cut", "destroy", "rebuild", "open")
+_STEPS = ("cut", "keep", "destroy", "rebuild", "open")
 failpoints.declare(*(f"coordinator.quiesce.{step}.{side}" for step in _STEPS for side in ("before", "after")))
 
 #: The part of what is left of an attempt's time that the cut may take, and the most of it, in seconds.
@@ -51,6 +53,10 @@ _REBUILD_SECONDS = 60.0
 _OPEN_SECONDS = 30.0
 #: How long communicators that could not be made are tried again: longer than a process waits in vain for others.
 _AGAIN_SECONDS = 90.0
+_HINT = (
+    "the job runs on. A rank that is behind computes, or waits for something else than NCCL: look at it with `moorage "
+    "exec JOB --rank R -- COMMAND`, and try again; a longer --attempt-deadline gives more time (docs/consistent-cut.md)"
+)
 #: Over a network, unlike in the simulation, an answer may take its time.
 PACE = Pace(shortest=0.002, longest=0.05, again=1.0)
 
@@ -139,13 +145,20 @@ async def _cut(fleet: Fleet, until: float, job: Job) -> bool:
     async with _step("cut"):
         result = await driver.run(rounds, fleet, now=clock.now)
     if isinstance(result, Abort):
-        raise AttemptAborted(_named(fleet, result), "the job runs on; see docs/consistent-cut.md")
+        raise AttemptAborted(_named(fleet, result), _HINT)
     await fleet.look(_OPEN_SECONDS)
     if fleet.processes.keys() != before:
         job.log.info("other processes use NCCL now: the cut is made anew", cut=number)
         return False  # the gates that are closed take part in the next one as they are
+    if not all(process.closed for process in fleet.processes.values()):
+        job.log.info("a gate has opened by itself: the cut is made anew", cut=number)
+        return False
     job.cut = cut.record(rounds, clock.now() - began, len(result.plan.rebuild))
     job.log.info("cut", cut=number, **job.cut)
+    async with _step("keep"):
+        # Nobody opens a gate by himself any more, before the first communicator goes.
+        keep = control.Keep(number)
+        await fleet.each("keep", dict.fromkeys(fleet.processes, keep), Done, _OPEN_SECONDS)
     async with _step("destroy"):
         orders = rebuild.parts(result.plan, number, fleet.processes)
         await fleet.each("destroy", orders, Done, _DESTROY_SECONDS)
@@ -161,11 +174,10 @@ async def _release(fleet: Fleet, rounds: Rounds) -> None:
 
 
 def _named(fleet: Fleet, abort: Abort) -> str:
-    """The reason with all who are behind, as far as people read; and who is meant where a number is no rank's."""
+    """The reason with all who are behind, as far as people read; and where these processes are."""
     about = [short.rank for short in abort.behind] + [rank for rank, _ in (*abort.inside, *abort.undrained)]
-    strange = [rank for rank in dict.fromkeys(about) if rank not in {p.rank for p in fleet.processes.values()}]
     more = "".join(f"; {short}" for short in abort.behind[1:8] if str(short) not in abort.reason)
-    return abort.reason + more + "".join(f"; {fleet.name(rank)}" for rank in strange[:4])
+    return abort.reason + more + "".join(f"; {fleet.name(rank)}" for rank in list(dict.fromkeys(about))[:4])
 
 
 async def open_again(leader: Leader, job: Job, incarnation: int) -> None:
@@ -209,5 +221,7 @@ async def _make(fleet: Fleet, job: Job) -> None:
         await fleet.each("destroy", plan.destroy(fleet.processes), Done, _DESTROY_SECONDS)
         made = await fleet.each("ids", plan.names(), Ids, _DESTROY_SECONDS)
         ids = {name: data for some in made.values() for name, data in some.ids}
+        if (renewed := plan.renewed(ids)).ids:
+            await fleet.tell("renew", renewed, _OPEN_SECONDS)
         await fleet.each("rebuild", plan.make(ids), Done, _REBUILD_SECONDS)
     job.log.info("communicators made anew", communicators=len(plan.order), seconds=round(clock.now() - began, 4))

@@ -42,14 +42,21 @@ class Process(msgspec.Struct, frozen=True):
         return f"process {self.pid} ({self.name})"
 
 
+class Keep(msgspec.Struct, frozen=True):
+    """Cut ``attempt`` is accepted: the gate stays closed until it is told to open, whoever dies."""
+
+    attempt: int
+
+
 class Destroy(msgspec.Struct, frozen=True):
     """After cut ``attempt``: let go of all communicators, undo the creations ``again``. ``own``: those of ``again``
-    that this process had begun. ``widowed``: communicators that are not made anew."""
+    that this process had begun. ``widowed``: communicators that are not made anew. ``abort``: wait for no partner."""
 
     attempt: int
     again: tuple[str, ...] = ()
     own: tuple[str, ...] = ()
     widowed: tuple[str, ...] = ()
+    abort: bool = False
 
 
 class Names(msgspec.Struct, frozen=True):
@@ -70,6 +77,12 @@ class Make(msgspec.Struct, frozen=True):
     attempt: int
     communicators: tuple[tuple[str, bytes], ...] = ()
     again: tuple[tuple[str, bytes], ...] = ()
+
+
+class Renewed(msgspec.Struct, frozen=True):
+    """Fresh ids for creations that were taken back, by name; for processes too that come to NCCL only later."""
+
+    ids: tuple[tuple[str, bytes], ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from moorage.nccl_quiesce.control import Destroy, Make, Names, Process
+from moorage.nccl_quiesce.control import Destroy, Make, Names, Process, Renewed
 from moorage.nccl_quiesce.model import Plan
 from moorage.nccl_quiesce.picture import Picture
 
@@ -51,13 +51,20 @@ class Rebuild(msgspec.Struct, frozen=True):
     def make(self, ids: Mapping[str, bytes]) -> dict[int, Make]:
         """The same list for every process."""
         order = tuple((name, ids[name]) for name in self.order)
-        again = tuple((name, ids[name]) for name in self.again if name in self.makers)
+        again = self.renewed(ids).ids
         return {process: Make(attempt, order, again) for process, attempt in self.attempts.items()}
 
+    def renewed(self, ids: Mapping[str, bytes]) -> Renewed:
+        """What whoever comes late must know."""
+        return Renewed(tuple((name, ids[name]) for name in self.again if name in self.makers))
+
     def destroy(self, processes: Mapping[int, Process]) -> dict[int, Destroy]:
-        """What each process lets go of before: a rebuild that was broken off has made some of them already."""
+        """What each process lets go of before: a rebuild that was broken off has made some of them already.
+
+        Nothing has been issued since the cut, and partners may have let go of theirs: nobody waits for them.
+        """
         return {
-            process: Destroy(attempt, self.again, processes[process].again, self.widowed)
+            process: Destroy(attempt, self.again, processes[process].again, self.widowed, abort=True)
             for process, attempt in self.attempts.items()
         }
 

@@ -29,8 +29,8 @@ PHASES: Final[tuple[Phase, ...]] = ("open", "cut", "drain")
 STATES: Final[tuple[State, ...]] = ("creating", "ready", "gone")
 
 #: Status of a `Failed`: the deadline passed; the command does not fit what went before; it was not understood; NCCL
-#: said no (the text says what).
-DEADLINE, WRONG_STATE, MALFORMED, REFUSED_BY_NCCL = -1, -2, -3, -4
+#: said no (the text says what); a later command called it off.
+DEADLINE, WRONG_STATE, MALFORMED, REFUSED_BY_NCCL, CALLED_OFF = -1, -2, -3, -4, -5
 
 DESTROYS, SUBMITS = 1, 2  #: flags of a call
 
@@ -180,10 +180,15 @@ FromProcess = Hello | Done | Failed | Report | Prepared | Ids | StatusText
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=16):
-    """The answer to `Hello`. ``rank``: the number of this process in all snapshots of the job."""
+    """The answer to `Hello`; also later, when there is more to tell. Nobody makes a communicator before the first.
+
+    ``rank``: the number of this process in all snapshots of the job. ``renewed``: names of creations that cuts have
+    taken back, and the fresh ids that take the place of those the job knows.
+    """
 
     incarnation: int
     rank: int
+    renewed: list[tuple[str, bytes]] = []
 
 
 class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=17):
@@ -216,7 +221,8 @@ class Teardown(msgspec.Struct, frozen=True, array_like=True, tag=19):
 
     ``again`` and ``widowed`` as in `model.Plan`: creations to be taken back; communicators that are not made anew.
     Creations of ``again`` that a process has not come to yet may be named all the same. ``seconds``: deadline. It may
-    be repeated. When it fails the process still waits for `Rebuild`.
+    be repeated. When it fails the process still waits for `Rebuild`. ``abort``: partners may have none any more, or be
+    about to make them: nobody is waited for.
     """
 
     request: int
@@ -224,6 +230,7 @@ class Teardown(msgspec.Struct, frozen=True, array_like=True, tag=19):
     again: list[str]
     widowed: list[str]
     seconds: float
+    abort: bool = False
 
 
 class MakeIds(msgspec.Struct, frozen=True, array_like=True, tag=20):
@@ -261,7 +268,15 @@ class Status(msgspec.Struct, frozen=True, array_like=True, tag=23):
     request: int
 
 
-ToProcess = Welcome | Prepare | Obey | Teardown | MakeIds | Rebuild | Part | Status
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag=24):
+    """The cut ``attempt`` is accepted: partners may lose their communicators from now on, so whatever happens the gate
+    stays closed until it is told to open. Failed (`WRONG_STATE`) when it is not closed for that cut."""
+
+    request: int
+    attempt: int
+
+
+ToProcess = Welcome | Prepare | Obey | Teardown | MakeIds | Rebuild | Part | Status | Keep
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _from_process: Final = msgspec.msgpack.Decoder(FromProcess)

@@ -24,6 +24,7 @@ NAMES: tuple[str, ...] = tuple(
         "worker.gpu.capture",
         "worker.gpu.back",
         "worker.gpu.fill",
+        "worker.nccl.keep",
         "worker.nccl.destroy",
         "worker.nccl.ids",
         "worker.nccl.rebuild",

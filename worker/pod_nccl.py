@@ -55,6 +55,8 @@ def processes(pod: Pod) -> PodProcesses:
             _folder(pod) / SOCKET_FILE, pod.record.incarnation, pod.label, on_new=lambda: _note(pod)
         )
         pod.nccl.expected = dict(pod.record.nccl.processes)
+        pod.nccl.kept = pod.record.nccl.kept
+        pod.nccl.renewed = dict(pod.record.nccl.renewed)
         pod.nccl.let_go = {n: (tuple(again), tuple(widowed)) for n, again, widowed in pod.record.nccl.let_go}
     return pod.nccl
 
@@ -64,7 +66,8 @@ def _note(pod: Pod) -> None:
     if pod.nccl is not None:
         pids, told = pod.nccl.known()
         let_go = [(n, list(again), list(widowed)) for n, (again, widowed) in sorted(told.items()) if again or widowed]
-        pod.record.nccl = SavedNccl(sorted(pids.items()), let_go, pod.record.nccl.files)
+        renewed = sorted(pod.nccl.renewed.items())
+        pod.record.nccl = SavedNccl(sorted(pids.items()), let_go, pod.record.nccl.files, pod.nccl.kept, renewed)
         pod.save()
 
 
@@ -251,6 +254,10 @@ async def quiesce(pod: Pod, request: worker_pb2.QuiesceRequest) -> worker_pb2.Qu
         await own.back(request.seconds, lambda: asyncio.to_thread(pod.inner_pids))
         answers = {number: control.encode(process) for number, process in (await own.look()).items()}
         return worker_pb2.QuiesceReply(status=pod.status(), answers=answers)
+    if request.step == "renew":
+        await own.renew(control.decode(request.orders[0], control.Renewed))
+        _note(pod)
+        return worker_pb2.QuiesceReply(status=pod.status())
     async with step(f"worker.nccl.{request.step}"):
         answers = await own.step(request.step, request.orders, request.seconds)
         _note(pod)

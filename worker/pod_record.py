@@ -37,11 +37,14 @@ class StagedCapture(msgspec.Struct, frozen=True, kw_only=True):
 
 class SavedNccl(msgspec.Struct, frozen=True):
     """What a manifest says of a pod's NCCL: processes (number, pid in the pod); creations that they took back, and
-    communicators that are not made anew; the libraries that the proxy stands over."""
+    communicators that are not made anew; the libraries that the proxy stands over; the fresh ids of creations that were
+    taken back. And for the worker's successor the newest cut that was accepted."""
 
     processes: list[tuple[int, int]] = []
     let_go: list[tuple[int, list[str], list[str]]] = []
     files: list[str] = []
+    kept: int = 0
+    renewed: list[tuple[str, bytes]] = []
 
 
 class PodRecord(msgspec.Struct, kw_only=True):

@@ -13,6 +13,7 @@
 #include "graphs/graphs.h"
 #include "hooks.h"
 #include "real.h"
+#include "streams.h"
 
 namespace moorage::captures {
 namespace {
@@ -130,11 +131,13 @@ CUresult cuStreamEndCapture_ptsz(CUstream stream, CUgraph* graph) {
 }
 
 CUresult cuStreamDestroy(CUstream stream) {
+  streams::ends(stream);
   const CUresult result = real::cuStreamDestroy(stream);
   if (result == CUDA_SUCCESS) ended(stream, false);
   return result;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
+  streams::ends(stream);
   const CUresult result = real::cuStreamDestroy_v2(stream);
   if (result == CUDA_SUCCESS) ended(stream, false);
   return result;

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from header import Function, HeaderError, Version, functions, preprocess, untyped, versions
 
 #: Not of the driver's interface: how a libnccl proxy of the same process finds this one.
-PRIVATE = ("moorage_graphs",)
+PRIVATE = ("moorage_graphs", "moorage_tell_stream_ends", "moorage_captures_running")
 KINDS = ("gated", "wait", "free")
 TOP = "// Generated from cuda.h by generate.py: not for editing.\n"
 

@@ -29,11 +29,13 @@ _SECONDS = 90.0
 
 COORDINATOR = [
     f"coordinator.{step}.{side}"
-    for step in ("quiesce.cut", "quiesce.destroy", "quiesce.rebuild", "quiesce.open", "order.quiesce")
+    for step in ("quiesce.cut", "quiesce.keep", "quiesce.destroy", "quiesce.rebuild", "quiesce.open", "order.quiesce")
     for side in ("before", "after")
 ]
 WORKERS = [
-    f"worker.nccl.{step}.{side}" for step in ("destroy", "part", "ids", "rebuild") for side in ("before", "after")
+    f"worker.nccl.{step}.{side}"
+    for step in ("keep", "destroy", "part", "ids", "rebuild")
+    for side in ("before", "after")
 ]
 
 

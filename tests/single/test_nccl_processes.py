@@ -15,11 +15,12 @@ import msgspec
 import pytest
 
 from moorage.barrier import clock
-from moorage.errors import Unavailable
+from moorage.errors import DeviceFailed, Unavailable
 from moorage.nccl_quiesce import control, driver, rebuild
 from moorage.nccl_quiesce.cut import Cut, Settings
 from moorage.nccl_quiesce.model import Abort, Accept, Order, Snapshot
 from moorage.nccl_quiesce.rounds import Pace, Rounds
+from moorage.worker.nccl import pod as pod_module
 from moorage.worker.nccl.pod import PodProcesses
 from tests.programs.nccl_ranks import expected_digest, groups
 
@@ -192,6 +193,64 @@ def test_cut_torn_down_let_go_of_made_anew_and_right_in_the_end(tmp_path: Path) 
         last, *rest = text.split()
         fields = dict(field.split("=") for field in rest[1:])
         assert fields["steps"] == last and fields["digest"] == expected_digest(_WORLD, int(last), rank)
+
+
+def test_gates_are_opened_when_nobody_leads_and_a_rebuild_without_a_partner_is_called_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_module, "SILENCE_SECONDS", 0.5)
+
+    async def main() -> None:
+        pod = PodProcesses(tmp_path / "sock", 7, "the pod")
+        await pod.listen()
+        fleet = Fleet(pod)
+        with ranks(tmp_path) as processes:
+            await steps(tmp_path, 3)
+            # A coordinator that dies in the midst of a cut: the job runs on by itself, and who follows makes a new one.
+            await fleet.look()
+            newest = max(process.report.attempt for process in fleet.known.values())
+            for rank in (0, 1, 2):
+                assert await fleet.exchange(rank, Order(newest + 1, 1, "cut")) is not None
+            await steps(tmp_path, 3)
+            await fleet.look()
+            assert not any(process.closed for process in fleet.known.values())
+            assert await fleet.exchange(0, Order(newest + 1, 2, "cut")) is None
+            # Once the cut is accepted a partner may have lost its communicators: gates stay closed, here and at a
+            # worker that follows.
+            await fleet.look()
+            rounds = fleet.rounds(_SECONDS)
+            assert isinstance(await driver.run(rounds, fleet, now=clock.now), Accept)
+            await fleet.step("keep", dict.fromkeys(fleet.known, control.Keep(rounds.attempt)))
+            await pod.close()
+            follower = PodProcesses(tmp_path / "sock", 7, "the pod")
+            follower.expected, follower.kept = dict(pod.known()[0]), pod.kept
+            await follower.listen()
+            fleet = Fleet(follower)
+            await fleet.look()
+            await asyncio.sleep(1.2)
+            assert all(process.closed for process in (await follower.look()).values())
+            # A process that ends while all are made anew keeps the others no longer than it takes to know.
+            assert isinstance(await fleet.cut(), Accept)
+            await fleet.look()
+            plan = rebuild.plan(fleet.known)
+            assert plan is not None
+            await fleet.step("destroy", plan.destroy(fleet.known))
+            made = await fleet.step("ids", plan.names())
+            ids = {name: uid for body in made.values() for name, uid in control.decode(body, control.Ids).ids}
+            orders = plan.make(ids)
+            lost = fleet.by_rank[2]
+            waiting = asyncio.create_task(fleet.step("rebuild", {n: o for n, o in orders.items() if n != lost}))
+            await asyncio.sleep(0.3)
+            processes[2].kill()
+            await asyncio.to_thread(processes[2].wait)
+            async with asyncio.timeout(_SECONDS / 2):
+                plan = await fleet.make()
+            with pytest.raises(DeviceFailed, match="called off"):
+                await waiting
+            assert plan.widowed and plan.order and len(fleet.known) == 2
+            await follower.close()
+
+    asyncio.run(main())
 
 
 def test_who_does_not_come_back_is_named_and_who_is_gone_is_not_waited_for(tmp_path: Path) -> None:

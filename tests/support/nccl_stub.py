@@ -155,6 +155,7 @@ class Nccl:
         self._torn = False
         self._incarnation, self._rank = 0, -1
         self._busy = threading.Lock()
+        self._called_off = threading.Event()
         self.refusals: list[wire.Refusal] = []  #: what it answers to a prepare
         threading.Thread(target=self._converse, daemon=True).start()
 
@@ -258,6 +259,8 @@ class Nccl:
                     send(self._obey(message))
                 case wire.MakeIds():
                     send(wire.Ids(message.request, [self.unique_id() for _ in message.names]))
+                case wire.Keep():
+                    send(wire.Done(message.request))
                 case wire.Teardown() | wire.Rebuild():
                     threading.Thread(target=self._long, args=(message, send), daemon=True).start()
                 case wire.Part():
@@ -281,18 +284,19 @@ class Nccl:
         return tuple(f"stream of {c.name}" for c in self._communicators.values() if c.pending)
 
     def _long(self, message: wire.Teardown | wire.Rebuild, send: Callable[[wire.FromProcess], None]) -> None:
-        answer: wire.FromProcess = wire.Failed(message.request, wire.WRONG_STATE, "another command is under way")
-        if self._busy.acquire(blocking=False):
+        self._called_off.set()
+        with self._busy:
+            self._called_off.clear()
             try:
                 if isinstance(message, wire.Teardown):
                     self._teardown(message)
                 else:
                     self._rebuild(message)
-                answer = wire.Done(message.request)
+                answer: wire.FromProcess = wire.Done(message.request)
+            except InterruptedError:
+                answer = wire.Failed(message.request, wire.CALLED_OFF, "called off")
             except Exception as error:
                 answer = wire.Failed(message.request, wire.REFUSED_BY_NCCL, str(error))
-            finally:
-                self._busy.release()
         with contextlib.suppress(OSError):
             send(answer)
 
@@ -319,8 +323,12 @@ class Nccl:
             communicator = self._communicators.get(name)
             if communicator is not None:
                 sock = communicator.reach(uid)
-                if not select.select([sock], [], [], message.seconds)[0]:
-                    raise TimeoutError(f"{name}: not all of its members have come")
+                until = time.monotonic() + message.seconds
+                while not select.select([sock], [], [], 0.02)[0]:
+                    if self._called_off.is_set():
+                        raise InterruptedError
+                    if time.monotonic() > until:
+                        raise TimeoutError(f"{name}: not all of its members have come")
                 _exactly(sock, 1)
                 communicator.stand(sock)
         with self._lock:

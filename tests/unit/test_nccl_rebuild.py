@@ -46,7 +46,7 @@ def test_all_that_all_members_have_is_made_anew_in_one_order_by_the_lowest_membe
     told = plan.make(ids)
     assert told[10] == told[11]
     assert [name for name, _ in told[10].communicators] == list(plan.order)
-    assert plan.destroy(found)[10] == Destroy(4)
+    assert plan.destroy(found)[10] == Destroy(4, abort=True)
 
 
 def test_nobody_lacks_anything_so_nothing_is_made() -> None:

@@ -3,7 +3,9 @@
 Invariants:
 
 * while the pod is let go of (`part`, until `listen`), no process has a connection, and none gets one;
-* a process that comes while gates are closed has its own closed before anything else.
+* a process that comes while gates are closed has its own closed before anything else;
+* a gate is not left closed by a coordinator that says nothing any more, unless the cut was accepted (`control.Keep`):
+  from then on partners may have no communicators, and only a coordinator can give them back.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 _HELLO_SECONDS = 10.0
+#: After how long without a word of any coordinator closed gates are opened, in seconds: a cut asks every second, and
+#: what is between the rounds takes half a minute at most.
+SILENCE_SECONDS = 45.0
 
 
 class PodProcesses:
@@ -48,6 +53,10 @@ class PodProcesses:
         self._links: set[Link] = set()
         self._changed = asyncio.Condition()
         self._cut = 0  #: the cut that gates are closed for; 0: none
+        self.kept = 0  #: the newest cut that was accepted, as far as is known here
+        self.renewed: dict[str, bytes] = {}  #: ids of creations that were taken back, by name
+        self._heard = clock.now()  #: when a coordinator last said something
+        self._patience: asyncio.Task[None] | None = None
 
     # -- connections
 
@@ -62,6 +71,9 @@ class PodProcesses:
     async def close(self) -> None:
         """End all connections and the socket."""
         self.runs.clear()
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -99,9 +111,20 @@ class PodProcesses:
         else:
             process.link.close()
             process.connect(link, hello)
-        await link.welcome(wire.Welcome(self._incarnation, process.rank))
+        if process.closed:
+            self._be_patient()
+        await link.welcome(self._welcome(process))
         log.info("a process uses NCCL", pod=self.label, pid=process.pid, name=process.name, torn=process.torn)
         return process
+
+    def _welcome(self, process: NcclProcess) -> wire.Welcome:
+        return wire.Welcome(self._incarnation, process.rank, sorted(self.renewed.items()))
+
+    async def renew(self, order: control.Renewed) -> None:
+        """Creations have other ids from now on, also for processes that come later. Raises `Unavailable`."""
+        self.renewed.update(order.ids)
+        connected = [process for process in self.processes.values() if process.connected]
+        await asyncio.gather(*(process.link.welcome(self._welcome(process)) for process in connected))
 
     async def _close_gate(self, process: NcclProcess) -> None:
         if self._cut and process.attempt < self._cut:
@@ -109,6 +132,32 @@ class PodProcesses:
                 await process.obey(Order(self._cut, 0, "cut"))
             except MoorageError as error:
                 log.warning("a gate was not closed", pod=self.label, pid=process.pid, error=str(error))
+
+    # -- a coordinator that is silent
+
+    def _be_patient(self) -> None:
+        self._heard = clock.now()
+        if self._patience is None or self._patience.done():
+            self._patience = asyncio.create_task(self._wait_for_words(), name=f"silence at {self.label}")
+
+    def _deserted(self) -> list[NcclProcess]:
+        """Those whose gate may be opened when nobody leads the cut any more."""
+        return [p for p in self.processes.values() if p.connected and p.closed and not p.torn and p.attempt > self.kept]
+
+    async def _wait_for_words(self) -> None:
+        while self._deserted():
+            left = self._heard + SILENCE_SECONDS - clock.now()
+            if left > 0:
+                await asyncio.sleep(left)
+                continue
+            log.warning("no word of a coordinator: gates are opened", pod=self.label, seconds=SILENCE_SECONDS)
+            self._cut = 0
+            for process in self._deserted():
+                try:
+                    await process.obey(Order(process.attempt, process.round + 1, "open"))
+                except MoorageError as error:
+                    log.warning("a gate was not opened", pod=self.label, pid=process.pid, error=str(error))
+            self._heard = clock.now()
 
     def known(self) -> tuple[dict[int, int], dict[int, tuple[tuple[str, ...], tuple[str, ...]]]]:
         """All that are there or expected: number and pid in the pod; what they were told at the last cut."""
@@ -159,6 +208,7 @@ class PodProcesses:
     async def look(self) -> dict[int, control.Process]:
         """All that are connected, as they are. Raises `Unavailable`, `DeviceFailed`."""
         self.expected = {}
+        self._heard = clock.now()
         connected = [process for process in self.processes.values() if process.connected]
         return {found.number: found for found in await asyncio.gather(*(process.look() for process in connected))}
 
@@ -179,16 +229,25 @@ class PodProcesses:
             return None if report is None else control.encode(report)
 
         answers = await asyncio.gather(*(one(number, body) for number, body in orders.items()))
+        self._be_patient()
         return {number: body for number, body in zip(orders, answers, strict=True) if body is not None}
 
     async def step(self, name: str, orders: Mapping[int, bytes], seconds: float) -> dict[int, bytes]:
-        """``destroy``, ``ids`` or ``rebuild`` on each of these. Raises what any process raises, when all have ended."""
+        """``keep``, ``destroy``, ``ids`` or ``rebuild`` on each of these.
+
+        Raises what any process raises, when all have ended.
+        """
+        self._heard = clock.now()
 
         async def one(number: int, body: bytes) -> bytes:
             process = self.processes.get(number)
             if process is None:
                 raise NotFound(f"{self.label} has no process {number} with NCCL")
             match name:
+                case "keep":
+                    keep = control.decode(body, control.Keep)
+                    self.kept = max(self.kept, keep.attempt)  # before anything else: it cannot be taken back
+                    await process.keep(keep, seconds)
                 case "destroy":
                     await process.destroy(control.decode(body, control.Destroy), seconds)
                 case "ids":

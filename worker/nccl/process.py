@@ -26,7 +26,7 @@ class NcclProcess:
         self.number, self.pid, self.name = hello.process, hello.pid, hello.name
         self.again: tuple[str, ...] = ()
         self.widowed: tuple[str, ...] = ()
-        #: Long commands one after another, whoever has given up waiting for the one before.
+        #: Ids and rebuilds one after another, whoever has given up waiting for the one before.
         self.long = asyncio.Lock()
         self.connect(link, hello)
 
@@ -118,16 +118,27 @@ class NcclProcess:
         """What cannot be carried over."""
         return (await self.link.command(wire.Prepare, wire.Prepared, seconds=seconds)).refusals
 
+    async def keep(self, order: control.Keep, seconds: float) -> None:
+        """Have it keep its gate closed whatever happens. A proxy that does not know the word lives with what it has."""
+        if self.torn:
+            return
+        try:
+            await self.link.command(lambda request: wire.Keep(request, order.attempt), wire.Done, seconds=seconds)
+        except DeviceFailed as error:
+            if f"failed with {wire.MALFORMED}:" not in error.message:
+                raise
+
     async def destroy(self, order: control.Destroy, seconds: float) -> None:
-        """Let go of all communicators. May be repeated."""
-        async with self.long:
-            # Whatever comes of it, the process waits for new ones.
-            self.torn, self.again, self.widowed = True, order.own, order.widowed
-            await self.link.command(
-                lambda request: wire.Teardown(request, order.attempt, list(order.again), list(order.widowed), seconds),
-                wire.Done,
-                seconds=seconds + _ANSWER_SECONDS,
-            )
+        """Let go of all communicators. May be repeated. What the process is about is called off: a partner may be gone
+        that a rebuild waits for."""
+        # Whatever comes of it, the process waits for new ones.
+        self.torn, self.again, self.widowed = True, order.own, order.widowed
+        again, widowed = list(order.again), list(order.widowed)
+        await self.link.command(
+            lambda request: wire.Teardown(request, order.attempt, again, widowed, seconds, order.abort),
+            wire.Done,
+            seconds=seconds + _ANSWER_SECONDS,
+        )
 
     async def ids(self, order: control.Names, seconds: float) -> control.Ids:
         """Fresh unique ids."""

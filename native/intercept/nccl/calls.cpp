@@ -11,6 +11,7 @@
 #include "real.h"
 #include "record.h"
 #include "register.h"
+#include "streams.h"
 
 namespace moorage::nccl {
 namespace {
@@ -80,19 +81,6 @@ int issue(Op& op) {
   return kInternalError;
 }
 
-// Streams that may have work of NCCL in them; those of the newest calls come last.
-void note_stream(Comm& comm, void* stream) {
-  auto& streams = comm.streams;
-  if (!streams.empty() && streams.back() == stream) [[likely]] return;
-  const auto found = std::find(streams.begin(), streams.end(), stream);
-  if (found != streams.end()) {
-    std::swap(*found, streams.back());
-  } else {
-    if (cuda::per_thread(stream)) comm.refused.insert("per-thread default stream");
-    streams.push_back(stream);
-  }
-}
-
 namespace {
 
 // Waited for also where the job does not: only then are its nodes there.
@@ -120,20 +108,27 @@ int carry_out(Op&& op) {
     const int result = issue(op);
     return result == kInProgress && comm.blocking ? finish(comm) : result;
   }
+  streams::Detour detour;
+  if (has_stream(op.what)) op.stream = detour.through(comm, op.stream);
   Call call;
   call.lanes = {&lane, 1};
   Gate& door = gate();
   {
     Gate::Lock lock(door.mutex);
     door.enter(lock, call);
-    if (has_stream(op.what)) note_stream(comm, op.stream);
+    if (has_stream(op.what)) streams::note(comm, op.stream);
     if (comm.dead || comm.real == nullptr) {
       door.leave(lock, call);
       return kInvalidUsage;
     }
   }
-  const int result = issue(op);
-  if (result == kInProgress) [[unlikely]] return settle(call, result, {&comm});
+  detour.leave();
+  int result = issue(op);
+  if (result == kInProgress) [[unlikely]] {
+    if (!detour.taken()) return settle(call, result, {&comm});
+    result = finish(comm);  // only then its end can be waited for
+  }
+  detour.join();
   door.leave(call);
   return result;
 }
@@ -173,6 +168,14 @@ int issue_all(std::vector<Op>& ops) {
 
 namespace {
 
+int finish_all(const std::vector<Comm*>& involved) {
+  int result = kSuccess;
+  for (const Comm* comm : involved) {
+    if (const int state = finish(*comm); state != kSuccess) result = state;
+  }
+  return result;
+}
+
 int end_uncounted(std::vector<Op>& ops, const std::vector<Comm*>& involved, bool is_captured) {
   const Local local;
   std::optional<graphs::Capturing> capturing;
@@ -185,10 +188,7 @@ int end_uncounted(std::vector<Op>& ops, const std::vector<Comm*>& involved, bool
   for (const Comm* comm : involved) {
     if (!comm->blocking && !is_captured) return kInProgress;
   }
-  result = kSuccess;
-  for (const Comm* comm : involved) {
-    if (const int state = finish(*comm); state != kSuccess) result = state;
-  }
+  result = finish_all(involved);
   if (capturing) capturing->ended(result);
   return result;
 }
@@ -215,6 +215,10 @@ int end_ops(std::vector<Op>& ops) {
     registered::settle_windows(involved);
     return result;
   }
+  streams::Detour detour;
+  for (Op& op : ops) {
+    if (has_stream(op.what)) op.stream = detour.through(*op.comm, op.stream);
+  }
   Call call;
   call.lanes = lanes;
   call.destroys = lanes.empty();
@@ -224,7 +228,7 @@ int end_ops(std::vector<Op>& ops) {
     door.enter(lock, call);
     bool usable = true;
     for (const Op& op : ops) {
-      if (has_stream(op.what)) note_stream(*op.comm, op.stream);
+      if (has_stream(op.what)) streams::note(*op.comm, op.stream);
       usable = usable && !op.comm->dead && op.comm->real != nullptr;
     }
     if (!usable) {
@@ -235,7 +239,11 @@ int end_ops(std::vector<Op>& ops) {
       if (destroys(op.what)) destroy::begin(lock, *op.comm);
     }
   }
-  const int result = settle(call, issue_all(ops), involved);
+  detour.leave();
+  int result = issue_all(ops);
+  if (result == kInProgress && detour.taken()) result = finish_all(involved);
+  detour.join();
+  result = settle(call, result, involved);
   registered::settle_windows(involved);
   for (const Op& op : ops) {
     if (destroys(op.what)) destroy::ended(*op.comm, op.what != What::Finalize);

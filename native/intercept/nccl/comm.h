@@ -62,6 +62,12 @@ struct Reduction {
   int residence;
 };
 
+// What is behind a stream that is no more: done when the event is.
+struct Left {
+  void* event;
+  void* stream;
+};
+
 struct Comm;
 
 // One member's part in making a communicator.
@@ -103,6 +109,7 @@ struct Comm {
   bool dead = false;    // finalized or destroyed by the job, or widowed
   bool making = false;  // its creation is not over
   bool ending = false;  // a thread of the job is about it
+  bool leaving = false;  // finalized by a teardown that has not come to its end
   std::uint64_t died_in = 0;  // the attempt during which it was destroyed; 0: while the gate was open
   void* context = nullptr;
   Config config;
@@ -110,6 +117,7 @@ struct Comm {
   unsigned grows = 0;
   std::vector<std::string> shrinks;
   std::vector<void*> streams;
+  std::vector<Left> left;
   std::vector<std::unique_ptr<Registration>> registrations;
   std::vector<Window> windows;
   std::vector<Reduction> reductions;

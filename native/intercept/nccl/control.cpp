@@ -10,14 +10,18 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <mutex>
 #include <new>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "../channel.h"
 #include "../thread.h"
@@ -29,6 +33,7 @@
 #include "library.h"
 #include "msgpack.h"
 #include "real.h"
+#include "streams.h"
 #include "wire.h"
 
 namespace moorage::nccl::control {
@@ -37,13 +42,18 @@ namespace {
 constexpr char kDefaultPath[] = "/.moorage-nccl/nccl.sock";
 constexpr int kReconnectMs = 20;
 constexpr std::int64_t kPatienceNs = 30'000'000'000;
+constexpr std::chrono::seconds kWelcome{2};
+constexpr std::size_t kMostToDo = 16;
 
 struct State {
   std::mutex mutex;  // of all members; held while something is sent
   bool started = false;
   std::string path;
   int socket = -1;
-  bool busy = false;  // a command that takes long is carried out
+  bool busy = false;  // commands that take long are carried out
+  std::deque<std::pair<std::uint64_t, std::function<void()>>> todo;
+  bool welcome = false;  // said by the worker, or there is none
+  std::condition_variable welcomed;
   std::uint64_t process = 0;
   std::uint64_t incarnation = 0;
   std::int64_t rank = -1;
@@ -119,12 +129,6 @@ bool say_hello() {
 
 // Names of the streams that still have work of NCCL in them, or whatever keeps a cut from being accepted.
 std::vector<std::string> undrained() {
-  struct Asked {
-    void* stream;
-    void* context;
-    std::string name;
-  };
-  std::vector<Asked> asked;
   std::vector<std::string> found;
   {
     const Gate::Lock lock(gate().mutex);
@@ -134,17 +138,8 @@ std::vector<std::string> undrained() {
     if (const std::size_t captures = graphs::open(); captures > 0) {
       found.push_back(std::to_string(captures) + " captures with calls of NCCL have not ended");
     }
-    for (const Comm* comm : comms()) {
-      for (void* stream : comm->streams) {
-        char text[32];
-        std::snprintf(text, sizeof text, "%p", stream);
-        asked.push_back({stream, comm->context, std::string(text) + " of communicator " + std::string(comm->name())});
-      }
-    }
   }
-  for (const Asked& one : asked) {
-    if (cuda::work(one.stream, one.context) == cuda::Work::Busy) found.push_back(one.name);
-  }
+  for (std::string& name : streams::busy()) found.push_back(std::move(name));
   return found;
 }
 
@@ -202,6 +197,16 @@ bool prepare(std::uint64_t request) {
   return send(out);
 }
 
+bool keep(std::uint64_t request, msgpack::Reader& in) {
+  const std::uint64_t attempt = in.number();
+  bool kept = false;
+  {
+    Gate::Lock lock(gate().mutex);
+    kept = gate().keep(lock, attempt);
+  }
+  return kept ? done(request) : failed(request, wire::kWrongState, "the gate is not closed for this cut");
+}
+
 bool tell_status(std::uint64_t request) {
   std::string text;
   {
@@ -217,29 +222,36 @@ bool tell_status(std::uint64_t request) {
   return send(out);
 }
 
-// Commands that take long have a thread of their own.
+// Commands that take long are carried out beside the conversation, one after another. What is carried out is called off
+// by the next one: whoever gives it does no longer wait for the other.
 bool beside(std::uint64_t request, std::function<void()> work) {
   State& all = state();
   {
     const std::lock_guard lock(all.mutex);
-    if (!all.busy) {
-      all.busy = true;
-      std::thread([work = std::move(work)] {
+    if (all.todo.size() < kMostToDo) {
+      all.todo.emplace_back(rebuild::call_off(), std::move(work));
+      if (std::exchange(all.busy, true)) return true;
+      std::thread([&all] {
         pthread_setname_np(pthread_self(), "moorage-nccl");
         cuda::be_discreet();
-        work();
+        std::unique_lock one(all.mutex);
+        while (!all.todo.empty()) {
+          const auto [number, next] = std::move(all.todo.front());
+          all.todo.pop_front();
+          one.unlock();
+          rebuild::begin(number);
+          next();
+          one.lock();
+        }
+        all.busy = false;
       }).detach();
       return true;
     }
   }
-  return failed(request, wire::kWrongState, "an earlier command is still carried out");
+  return failed(request, wire::kWrongState, "too many earlier commands are still carried out");
 }
 
 void answer(std::uint64_t request, const rebuild::Outcome& outcome) {
-  {
-    const std::lock_guard lock(state().mutex);
-    state().busy = false;
-  }
   outcome.status == 0 ? done(request) : failed(request, outcome.status, outcome.text);
 }
 
@@ -267,12 +279,16 @@ rebuild::Named named_in(msgpack::Reader& in) {
   return named;
 }
 
-bool tear_down(std::uint64_t request, msgpack::Reader& in) {
+constexpr std::size_t kLeastOfWelcome = 3;
+constexpr std::size_t kLeastOfTeardown = 6;
+
+bool tear_down(std::uint64_t request, msgpack::Reader& in, std::size_t fields) {
   const std::uint64_t attempt = in.number();
   auto again = names_in(in);
   auto widowed = names_in(in);
   const std::int64_t deadline = deadline_after(in.real());
-  return beside(request, [=] { answer(request, rebuild::tear_down(attempt, again, widowed, deadline)); });
+  const bool abort = fields > kLeastOfTeardown && in.boolean();
+  return beside(request, [=] { answer(request, rebuild::tear_down(attempt, again, widowed, deadline, abort)); });
 }
 
 bool make_anew(std::uint64_t request, msgpack::Reader& in) {
@@ -296,10 +312,6 @@ bool make_ids(std::uint64_t request, msgpack::Reader& in) {
       out.bytes({id.internal, sizeof id.internal});
     }
     if (outcome.status != 0) return answer(request, outcome);
-    {
-      const std::lock_guard lock(state().mutex);
-      state().busy = false;
-    }
     send(out);
   });
 }
@@ -309,23 +321,31 @@ bool handle(const std::string& body) {
   msgpack::Reader in(body);
   std::uint64_t request = 0;
   try {
-    in.array();
+    const std::size_t fields = in.array();
     const auto tag = in.integer();
     if (tag == wire::kWelcome) {
       State& all = state();
       const std::lock_guard lock(all.mutex);
       all.incarnation = in.number();
       all.rank = in.integer();
+      if (fields > kLeastOfWelcome) {
+        const auto renewed = named_in(in);
+        const Gate::Lock about(gate().mutex);
+        for (const auto& [name, id] : renewed) create::renew(name, id);
+      }
+      all.welcome = true;
+      all.welcomed.notify_all();
       return true;
     }
     request = in.number();
     switch (tag) {
       case wire::kPrepare: return prepare(request);
       case wire::kObey: return obey(request, in);
-      case wire::kTeardown: return tear_down(request, in);
+      case wire::kTeardown: return tear_down(request, in, fields);
       case wire::kMakeIds: return make_ids(request, in);
       case wire::kRebuild: return make_anew(request, in);
       case wire::kStatus: return tell_status(request);
+      case wire::kKeep: return keep(request, in);
       case wire::kPart:
         left_socket = channel::identity(state().path.c_str());
         done(request);
@@ -400,10 +420,19 @@ void start() {
   begun.store(true, std::memory_order_release);
   const char* path = std::getenv("MOORAGE_NCCL_SOCKET");
   all.path = path != nullptr && *path != '\0' ? path : kDefaultPath;
-  if (access(all.path.c_str(), F_OK) != 0) return;
+  all.welcome = access(all.path.c_str(), F_OK) != 0;
+  if (all.welcome) return;
   while (all.process == 0) all.process = random_number() >> 1U;  // every language has a place for it
   left_socket = {.device = ~std::uint64_t{0}};
   start_thread(run);
+}
+
+void await_welcome() {
+  State& all = state();
+  std::unique_lock lock(all.mutex);
+  if (all.welcome || !all.started) return;
+  all.welcomed.wait_for(lock, kWelcome, [&all] { return all.welcome; });
+  all.welcome = true;  // once is enough
 }
 
 void before_fork() {

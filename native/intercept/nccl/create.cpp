@@ -178,6 +178,7 @@ Member* fresh_member(Comm* owner, std::string_view name, int member, int size) {
 }
 
 int make(std::vector<Making>& makings, bool grouped) {
+  control::await_welcome();
   Gate& door = gate();
   std::vector<Member*> creates;
   std::vector<Comm*> made;

@@ -31,6 +31,9 @@ inline constexpr std::uint64_t kHashOfNothing = 0xcbf29ce484222325ULL;
 std::uint64_t hashed(std::string_view text, std::uint64_t hash = kHashOfNothing);
 Member* fresh_member(Comm* owner, std::string_view name, int member, int size);
 
+// Of what a communicator of this name became when it grew so often.
+std::string grown_name(std::string_view parent, std::uint64_t times);
+
 // A member's part in a creation, as the job asks for it: `out` is where it wants its handle. Alone or in a group.
 int one(Making making, void** out);
 // Of a child of `parent`, whose configuration it has unless it has one of its own.

@@ -1,16 +1,21 @@
 #include "cuda.h"
 
+#include <cstddef>
+
 #include "entry.h"
 
 namespace moorage::nccl::cuda {
 namespace {
 
 constexpr int kSuccess = 0;
-constexpr int kNotReady = 600;
+// Answers of a driver that must not be asked because of a capture: cuda.h, CUDA_ERROR_STREAM_CAPTURE_*.
+constexpr int kFirstOfCapture = 900;
+constexpr int kLastOfCapture = 908;
 constexpr int kRelaxed = 2;
 
 constinit Entry<int(void*, int*)> is_capturing("cuStreamIsCapturing");
 constinit Entry<int(void*)> query("cuStreamQuery");
+constinit Entry<std::size_t()> captures_running("moorage_captures_running");
 constinit Entry<int(void**)> get_current("cuCtxGetCurrent");
 constinit Entry<int(void*)> set_current("cuCtxSetCurrent");
 constinit Entry<int(void**, int)> retain_primary("cuDevicePrimaryCtxRetain");
@@ -38,9 +43,14 @@ bool capturing(void* stream) {
 
 Work work(void* stream, void* context) {
   auto* ask = query.get();
-  if (ask == nullptr || capturing(stream)) return Work::Done;
+  if (ask == nullptr) return Work::Done;
+  // To ask for the legacy stream may break a capture in any other: then better later.
+  auto* captures = captures_running.get();
+  if (legacy(stream) && captures != nullptr && captures() != 0) return Work::Busy;
   if (current_context() != context) set_context(context);
-  return ask(stream) == kNotReady ? Work::Busy : Work::Done;
+  if (capturing(stream)) return Work::Busy;
+  const int answer = ask(stream);
+  return answer == kBusy || (answer >= kFirstOfCapture && answer <= kLastOfCapture) ? Work::Busy : Work::Done;
 }
 
 void* current_context() {

@@ -1,12 +1,14 @@
 // The little that the proxy asks the CUDA driver, found in the libcuda.so.1 that the process has loaded.
 #pragma once
 
+#include <cstdint>
+
 namespace moorage::nccl::cuda {
 
 // Is this stream captured into a graph? False without a driver.
 bool capturing(void* stream);
 enum class Work { Done, Busy };
-// Is there work in the stream? A stream that is captured, or that is no more, has none.
+// Is there work in the stream? One that is no more has none; of one that is captured nobody can say.
 Work work(void* stream, void* context);
 
 void* current_context();
@@ -26,7 +28,12 @@ void destroy_graph(void* graph);
 // This thread asks, and whoever captures a stream is not disturbed by it.
 void be_discreet();
 
-// The default stream of each thread has one handle for all: nobody but the thread can ask for it.
-inline bool per_thread(const void* stream) { return stream == reinterpret_cast<const void*>(2); }
+// As cuda.h has them.
+inline constexpr int kBusy = 600;
+inline void* const kPerThread = reinterpret_cast<void*>(2);
+
+inline bool per_thread(const void* stream) { return stream == kPerThread; }
+// The default stream that all threads of a context share, by either of its handles.
+inline bool legacy(const void* stream) { return reinterpret_cast<std::uintptr_t>(stream) <= 1; }
 
 }  // namespace moorage::nccl::cuda

@@ -1,6 +1,7 @@
 #include "destroy.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <ctime>
 
@@ -63,6 +64,12 @@ void ended(Comm& comm, bool for_good) {
 namespace rebuild {
 namespace {
 
+// The command given last, and the one that is carried out.
+std::atomic<std::uint64_t> newest{0};
+std::atomic<std::uint64_t> current{0};
+
+bool called_off() { return newest != current; }
+
 bool listed(const std::vector<std::string>& names, std::string_view name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
@@ -71,7 +78,9 @@ bool listed(const std::vector<std::string>& names, std::string_view name) {
 // with the parent only, and by all members in the same way.
 bool gives_birth(const Comm& comm, const std::vector<std::string>& names) {
   const std::string begin = std::string(comm.name()) + "/";
+  const std::string grown = create::grown_name(comm.name(), 0);
   return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    if (name.starts_with(grown.substr(0, grown.size() - 1))) return true;
     return name.starts_with(begin) && name.find('/', begin.size()) == std::string::npos;
   });
 }
@@ -90,6 +99,7 @@ Outcome all_done(const std::vector<Comm*>& waited, const char* what, std::int64_
         const auto* text = static_cast<const char*>(real::ncclGetErrorString(bad));
         return {wire::kRefusedByNccl, std::string(what) + " of communicator " + name + ": " + (text ? text : "?")};
       }
+      if (called_off()) return {wire::kCalledOff, std::string(what) + " of communicator " + name + " was called off"};
       if (boottime_ns() >= deadline_ns) {
         return {wire::kDeadline, std::string(what) + " of communicator " + name + " does not end"};
       }
@@ -132,6 +142,10 @@ std::string hindrance(const std::vector<std::string>& again) {
 
 }  // namespace
 
+std::uint64_t call_off() { return ++newest; }
+
+void begin(std::uint64_t number) { current = number; }
+
 std::int64_t boottime_ns() {
   timespec time{};
   clock_gettime(CLOCK_BOOTTIME, &time);
@@ -139,7 +153,7 @@ std::int64_t boottime_ns() {
 }
 
 Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, const std::vector<std::string>& widowed,
-                  std::int64_t deadline_ns) {
+                  std::int64_t deadline_ns, bool abort) {
   Gate& door = gate();
   std::vector<void*> aborted;
   std::vector<Comm*> whole;
@@ -153,7 +167,7 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
       if (const std::string why = hindrance(again); !why.empty()) return {wire::kWrongState, why};
       door.torn = true;
     }
-    while (door.locals > 0 && boottime_ns() < deadline_ns) {
+    while (door.locals > 0 && boottime_ns() < deadline_ns && !called_off()) {
       lock.unlock();
       Pause()();
       lock.lock();
@@ -175,8 +189,9 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
         door.gone(*comm->member);
       } else if (comm->real == nullptr) {
         continue;
-      } else if (!comm->dead && gives_birth(*comm, again)) {
+      } else if (abort || comm->leaving || (!comm->dead && gives_birth(*comm, again))) {
         aborted.push_back(std::exchange(comm->real, nullptr));
+        comm->leaving = false;
       } else if (comm->dead) {
         rest.push_back(std::exchange(comm->real, nullptr));
       } else {
@@ -191,6 +206,7 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
   for (Comm* comm : whole) {
     registered::leave(*comm);
     blocking::off(*comm);
+    comm->leaving = true;
     const int bad = real::ncclCommFinalize(comm->real);
     if (bad != kSuccess && bad != kInProgress && bad != kAbsent) {
       return {wire::kRefusedByNccl, "ncclCommFinalize of communicator " + std::string(comm->name()) + " answered " +
@@ -202,6 +218,7 @@ Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, 
     const int bad = real::ncclCommDestroy(comm->real);
     const Gate::Lock lock(door.mutex);
     comm->real = nullptr;
+    comm->leaving = false;
     if (bad != kSuccess) {
       return {wire::kRefusedByNccl, "ncclCommDestroy of communicator " + std::string(comm->name()) + " answered " +
                                         std::to_string(bad)};

@@ -31,9 +31,13 @@ struct Outcome {
 
 // Both as nccl_quiesce/wire.py says. Deadlines in ns of CLOCK_BOOTTIME. They take long; a thread of their own.
 Outcome tear_down(std::uint64_t attempt, const std::vector<std::string>& again, const std::vector<std::string>& widowed,
-                  std::int64_t deadline_ns);
+                  std::int64_t deadline_ns, bool abort = false);
 using Named = std::vector<std::pair<std::string, UniqueId>>;
 Outcome rebuild(const Named& communicators, const Named& again, std::int64_t deadline_ns);
+
+// What is carried out ends soon, with kCalledOff. Answers the number by which the next one begins.
+std::uint64_t call_off();
+void begin(std::uint64_t number);
 
 std::int64_t boottime_ns();
 

@@ -189,8 +189,14 @@ bool Gate::obey(Lock&, const Order& order) {
   return true;
 }
 
+bool Gate::keep(Lock&, std::uint64_t accepted) {
+  if (!torn && (phase != Phase::Drain || attempt != accepted)) return false;
+  kept = accepted;
+  return true;
+}
+
 void Gate::give_up(Lock&) {
-  if (phase == Phase::Open || torn) return;
+  if (phase == Phase::Open || torn || kept == attempt) return;
   phase = Phase::Open;
   needs_.clear();
   while (held_.first != nullptr) admit(*held_.first);

@@ -128,13 +128,16 @@ class Gate {
   bool obey(Lock& lock, const Order& order);
   // Everything from `attempt` on of a Report.
   void report(msgpack::Writer& out, const std::vector<std::string>& undrained) const;
-  // The worker is gone for good.
+  // The worker is gone for good: the gate opens, unless its cut was accepted. Then partners may have lost theirs.
   void give_up(Lock& lock);
+  // False: the gate is not closed for this cut.
+  bool keep(Lock& lock, std::uint64_t accepted);
 
   Phase phase = Phase::Open;
   bool torn = false;  // the communicators are gone
   std::uint64_t attempt = 0;
   std::uint64_t round = 0;
+  std::uint64_t kept = 0;  // the newest attempt that was accepted
   std::uint64_t moves = 0;
   unsigned locals = 0;
   Call* inside_first() const { return inside_.first; }

@@ -13,6 +13,7 @@
 #include "destroy.h"
 #include "hooks.h"
 #include "real.h"
+#include "streams.h"
 
 namespace moorage::nccl::graphs {
 namespace {
@@ -86,7 +87,7 @@ void* launching(const std::uint64_t* parts, std::size_t count, void* stream) {
   } else {
     door.enter_local(lock);
   }
-  for (Comm* comm : comms) note_stream(*comm, stream);
+  for (Comm* comm : comms) streams::note(*comm, stream);
   return launch;
 }
 

@@ -45,7 +45,7 @@ bool take(UniqueId& id, Label& label) {
   return true;
 }
 
-std::string name_of(std::uint64_t parent, std::uint64_t number) {
+std::string named(std::uint64_t parent, std::uint64_t number) {
   std::array<char, 64> text{};
   std::snprintf(text.data(), text.size(), "grow-%016llx.%llu", static_cast<unsigned long long>(parent),
                 static_cast<unsigned long long>(number));
@@ -69,6 +69,12 @@ int unnamed(Comm* parent, int ranks, void* id, int rank, void** out, void* confi
 }
 
 }  // namespace
+
+namespace create {
+
+std::string grown_name(std::string_view parent, std::uint64_t times) { return named(hashed(parent), times); }
+
+}  // namespace create
 
 namespace hook {
 
@@ -96,15 +102,15 @@ int ncclCommGrow(void* handle, int ranks, void* id, int rank, void* out, void* c
   const bool labelled = id != nullptr && take(plain = *static_cast<UniqueId*>(id), label);
   std::uint64_t hash = label.parent;
   std::uint64_t number = label.number;
-  bool named = joins ? labelled : parent->member != nullptr;
-  if (!joins && named) {
+  bool known = joins ? labelled : parent->member != nullptr;
+  if (!joins && known) {
     const Gate::Lock lock(gate().mutex);
     hash = create::hashed(parent->name());
     number = ++parent->grows;
-    named = id == nullptr || (labelled && label.parent == hash && label.number == number);
-    if (!named) parent->refused.erase("ncclCommGetUniqueId");
+    known = id == nullptr || (labelled && label.parent == hash && label.number == number);
+    if (!known) parent->refused.erase("ncclCommGetUniqueId");
   }
-  if (!named) return unnamed(parent, ranks, id == nullptr ? nullptr : &plain, rank, place, config);
+  if (!known) return unnamed(parent, ranks, id == nullptr ? nullptr : &plain, rank, place, config);
   Making one;
   if (joins) {
     one.how = Making::How::Grow;
@@ -115,7 +121,7 @@ int ncclCommGrow(void* handle, int ranks, void* id, int rank, void* out, void* c
   if (id != nullptr) one.ids.push_back(plain);
   {
     const Gate::Lock lock(gate().mutex);
-    one.member = one.comm->member = create::fresh_member(one.comm, name_of(hash, number), one.comm->rank, ranks);
+    one.member = one.comm->member = create::fresh_member(one.comm, named(hash, number), one.comm->rank, ranks);
   }
   return create::one(std::move(one), place);
 }

@@ -38,8 +38,6 @@ Lane lane_of(const Op& op);
 // Hand it to NCCL, or all of a group.
 int issue(Op& op);
 int issue_all(std::vector<Op>& ops);
-// Work of the communicator's may be in this stream from now on. Under the gate's lock.
-void note_stream(Comm& comm, void* stream);
 
 namespace record {
 

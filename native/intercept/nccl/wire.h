@@ -33,6 +33,7 @@ enum Tag : std::int64_t {
   kRebuild = 21,
   kPart = 22,
   kStatus = 23,
+  kKeep = 24,
 };
 
 enum Failure : int {
@@ -40,6 +41,7 @@ enum Failure : int {
   kWrongState = -2,
   kMalformed = -3,
   kRefusedByNccl = -4,
+  kCalledOff = -5,
 };
 
 }  // namespace moorage::nccl::wire

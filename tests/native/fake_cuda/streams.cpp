@@ -193,6 +193,14 @@ FAKE CUresult cuStreamQuery(CUstream handle) {
   return stream->idle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
+FAKE CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
+  Stream* stream = stream_of(handle);
+  if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
+  Context* owner = stream->context != nullptr ? stream->context : current();
+  *context = reinterpret_cast<CUcontext>(owner);
+  return CUDA_SUCCESS;
+}
+
 FAKE CUresult cuCtxSynchronize() {
   note("cuCtxSynchronize");
   if (const CUresult bad = usable()) return bad;

@@ -230,9 +230,12 @@ struct Op {
   Take take;
   bool collective;
 };
-thread_local int depth = 0;
-thread_local std::vector<Op> group;
-thread_local std::vector<std::function<int()>> group_jobs;  // creations, ends
+// In the threads' own block: memory that the loader gives to each is taken back by other threads, which the thread
+// sanitizer does not understand.
+#define IN_THREAD thread_local __attribute__((tls_model("initial-exec")))
+IN_THREAD int depth = 0;
+IN_THREAD std::vector<Op> group;
+IN_THREAD std::vector<std::function<int()>> group_jobs;  // creations, ends
 
 int (*launch_host(void))(void*, void (*)(void*), void*) {
   static auto* const found = [] {

@@ -88,9 +88,16 @@ class Host {
     for (int skipped = 0; skipped < 3; ++skipped) in.integer();
     const bool torn = in.boolean();
     Writer out;
-    out.array(3).number(wire::kWelcome).number(1).number(0);
+    out.array(4).number(wire::kWelcome).number(1).number(0).array(0);
     send(out);
     return torn;
+  }
+
+  // A cut has taken a creation back before this process came to it: this id takes the place of the one that it knows.
+  void renew(const std::string& name, const std::string& id) {
+    Writer out;
+    out.array(4).number(wire::kWelcome).number(1).number(0).array(1).array(2).text(name).bytes(id);
+    send(out);
   }
 
   enum Phase { Open, Cut, Drain };
@@ -112,14 +119,17 @@ class Host {
 
   // Done: an empty text; else what was wrong.
   std::string teardown(const std::vector<std::string>& again = {}, const std::vector<std::string>& widowed = {}) {
+    send_teardown(again, widowed, false);
+    return outcome();
+  }
+  void send_teardown(const std::vector<std::string>& again, const std::vector<std::string>& widowed, bool abort) {
     Writer out;
-    out.array(6).number(wire::kTeardown).number(++request_).number(attempt).array(again.size());
+    out.array(7).number(wire::kTeardown).number(++request_).number(attempt).array(again.size());
     for (const std::string& name : again) out.text(name);
     out.array(widowed.size());
     for (const std::string& name : widowed) out.text(name);
-    out.number(20);
+    out.number(20).boolean(abort);
     send(out);
-    return outcome();
   }
   std::vector<std::string> ids(const std::vector<std::string>& names) {
     Writer out;
@@ -134,6 +144,10 @@ class Host {
     return made;
   }
   std::string rebuild(const std::vector<std::string>& names, const std::vector<std::string>& again = {}) {
+    send_rebuild(names, again);
+    return outcome();
+  }
+  void send_rebuild(const std::vector<std::string>& names, const std::vector<std::string>& again = {}) {
     const auto fresh = ids(names);
     const auto anew = ids(again);
     Writer out;
@@ -142,6 +156,12 @@ class Host {
     out.array(again.size());
     for (std::size_t i = 0; i < again.size(); ++i) out.array(2).text(again[i]).bytes(anew[i]);
     out.number(20);
+    send(out);
+  }
+  // The cut is accepted.
+  std::string keep() {
+    Writer out;
+    out.array(3).number(wire::kKeep).number(++request_).number(attempt);
     send(out);
     return outcome();
   }
@@ -156,6 +176,18 @@ class Host {
   }
   std::vector<std::string> refusals() { return prepare(false); }
   std::vector<std::string> reasons() { return prepare(true); }
+
+  // Of the last command, or of one so many before it.
+  std::string outcome(std::uint64_t before = 0) {
+    const std::string body = receive();
+    Reader in(body);
+    in.array();
+    const auto tag = in.integer();
+    CHECK(in.number() == request_ - before);
+    if (tag == wire::kDone) return "";
+    CHECK(tag == wire::kFailed && in.integer() != 0);
+    return std::string(in.text());
+  }
 
   std::uint64_t process = 0;
   std::uint64_t attempt = 1;
@@ -193,17 +225,6 @@ class Host {
     CHECK(recv(connection_, body.data(), body.size(), MSG_WAITALL) == static_cast<ssize_t>(body.size()));
     return body;
   }
-  std::string outcome() {
-    const std::string body = receive();
-    Reader in(body);
-    in.array();
-    const auto tag = in.integer();
-    CHECK(in.number() == request_);
-    if (tag == wire::kDone) return "";
-    CHECK(tag == wire::kFailed && in.integer() != 0);
-    return std::string(in.text());
-  }
-
   static Lane lane(Reader& in, const std::vector<std::string>& names) {
     CHECK(in.array() == 5);
     const std::string& name = names.at(in.number());

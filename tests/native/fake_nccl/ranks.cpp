@@ -39,7 +39,9 @@ int ncclGroupStart();
 int ncclGroupEnd();
 int ncclGroupSimulateEnd(void*);
 int cuStreamCreate(void**, unsigned);
+int cuStreamDestroy_v2(void*);
 int cuStreamSynchronize(void*);
+int cuLaunchHostFunc(void*, void (*)(void*), void*);
 int cuStreamBeginCapture_v2(void*, int);
 int cuStreamEndCapture(void*, void**);
 }
@@ -334,6 +336,133 @@ void taken_back(Host& host, bool waits) {
   for (Rank& rank : ranks) OK(ncclCommAbort(rank.comm));
 }
 
+// The default stream of a thread is ordered around NCCL's work as any other, and a drain sees what is in it; so it does
+// with the default stream of all, and with a stream that its job has destroyed.
+void unusual_streams(Host& host, std::vector<Rank>& ranks) {
+  void* const per_thread = reinterpret_cast<void*>(2);
+  const auto in_own = [&](std::size_t number) {
+    struct Seen {
+      Rank* rank;
+      std::int64_t out;
+    };
+    Rank own{.comm = ranks[number].comm, .stream = per_thread};
+    Seen seen{&own, 0};
+    OK(cuLaunchHostFunc(per_thread, [](void* data) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+      static_cast<Seen*>(data)->rank->in = 4;
+    }, &seen));
+    OK(ncclAllReduce(&own.in, &own.out, 1, kInt64, 0, own.comm, own.stream));
+    OK(cuLaunchHostFunc(per_thread, [](void* data) {
+      static_cast<Seen*>(data)->out = static_cast<Seen*>(data)->rank->out;
+    }, &seen));
+    OK(cuStreamSynchronize(per_thread));
+    CHECK(seen.out == 8);
+    OK(ncclGroupStart());
+    const int other = 1 - static_cast<int>(number);
+    OK(ncclSend(&own.in, 1, kInt64, other, own.comm, own.stream));
+    OK(ncclRecv(&own.out, 1, kInt64, other, own.comm, own.stream));
+    OK(ncclGroupEnd());
+    OK(cuStreamSynchronize(per_thread));
+    CHECK(own.out == 4);
+  };
+  const auto wet = [&](const char* what) {
+    host.order(Host::Cut);
+    const Report report = host.order(Host::Drain);
+    CHECK(!report.undrained.empty() && report.undrained.back().find(what) != std::string::npos);
+    host.order(Host::Open);
+  };
+  const auto dry = [&] {
+    host.order(Host::Cut);
+    over(host);
+  };
+  std::thread first(in_own, 0);
+  std::thread second(in_own, 1);
+  first.join();
+  second.join();
+  dry();
+
+  // One is there, its partner is not; but for the first operation, which waits for its partner in the call itself.
+  void* const kept = ranks[0].stream;
+  together(ranks, [](Rank& rank, int number) { sum(rank, number); });
+  right(ranks, 1);
+  const auto one_by_one = [&](void* stream, const char* what, const std::function<void()>& then) {
+    ranks[0].stream = stream;
+    sum(ranks[0], 1);
+    then();
+    wet(what);
+    sum(ranks[1], 2);
+    OK(cuStreamSynchronize(ranks[1].stream));
+    until(host, Host::Drain, [](const Report& report) { return report.undrained.empty(); });
+    host.order(Host::Open);
+    CHECK(ranks[0].out == 3);
+  };
+  one_by_one(per_thread, " of communicator id-", [] {});
+  one_by_one(nullptr, "(nil) of communicator id-", [] {});
+  void* const passing = fresh_stream();
+  one_by_one(passing, "(destroyed) of communicator id-", [passing] { OK(cuStreamDestroy_v2(passing)); });
+  ranks[0].stream = kept;
+  dry();
+  together(ranks, [](Rank& rank, int number) { sum(rank, number); });
+  right(ranks, 1);
+}
+
+// Whoever leads finds out that a partner is no more, which finalizing or a new creation waits for: a later command calls
+// that off, and nobody waits for the deadline.
+void called_off(Host& host) {
+  auto pair = make(2);
+  std::string name;
+  together(pair, [](Rank& rank, int number) { sum(rank, number); });
+  right(pair, 1);
+  OK(ncclCommAbort(pair[1].comm));
+  for (const Handle& handle : host.order(Host::Open).handles) {
+    if (handle.state == 2 && handle.member == 1 && handle.communicator.starts_with("id-")) name = handle.communicator;
+  }
+  CHECK(!host.keep().empty());
+  host.order(Host::Cut);
+  CHECK(!host.keep().empty());
+  const Report last = until(host, Host::Drain, [](const Report& report) { return report.undrained.empty(); });
+  CHECK(host.keep().empty());
+  host.send_teardown({}, {}, false);
+  host.send_teardown({}, {}, true);
+  CHECK(host.outcome(1).ends_with("was called off"));
+  CHECK(host.outcome().empty());
+  CHECK(host.keep().empty());
+  auto names = ready(last);
+  names.insert(names.begin(), name);
+  host.send_rebuild(names);
+  host.send_teardown({}, {name}, true);
+  CHECK(host.outcome(1).ends_with("was called off"));
+  CHECK(host.outcome().empty());
+  names.erase(names.begin());
+  CHECK(host.rebuild(names).empty());
+  host.order(Host::Open);
+  ++host.attempt;
+  host.round = 0;
+  OK(ncclCommAbort(pair[0].comm));
+}
+
+// A process that came after a cut had taken the creation back has the old id; the worker knows which one is in its place.
+void came_late(Host& host) {
+  UniqueId old{};
+  UniqueId fresh{};
+  OK(ncclGetUniqueId(&old));
+  OK(ncclGetUniqueId(&fresh));
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const char byte : old.internal) hash = (hash ^ static_cast<unsigned char>(byte)) * 0x100000001b3ULL;
+  char name[24];
+  std::snprintf(name, sizeof name, "id-%016llx", static_cast<unsigned long long>(hash));
+  host.renew(name, {fresh.internal, sizeof fresh.internal});
+  host.order(Host::Open);  // it has been read
+  std::vector<Rank> pair(2);
+  together(pair, [&](Rank& rank, int number) {
+    rank.stream = fresh_stream();
+    OK(ncclCommInitRank(&rank.comm, 2, number == 0 ? old : fresh, number));
+    sum(rank, number);
+  });
+  right(pair, 1);
+  together(pair, [](Rank& rank, int) { OK(ncclCommAbort(rank.comm)); });
+}
+
 // Two members and one that joins: all three know one name. Then the same, with one that comes late to the creation.
 void grown(Host& host, std::vector<Rank>& ranks) {
   for (const bool late : {false, true}) {
@@ -429,8 +558,9 @@ int main() {
   Host host(path);
   setenv("MOORAGE_NCCL_SOCKET", path.c_str(), 1);
   exports();
+  std::thread greeter([&host] { CHECK(!host.greet()); });  // nobody makes a communicator before the worker's welcome
   auto ranks = make(2);
-  CHECK(!host.greet());
+  greeter.join();
   together(ranks, [](Rank& rank, int number) { sum(rank, number); });
   right(ranks, 1);
   const std::string name = host.order(Host::Open).names.at(0);
@@ -442,7 +572,10 @@ int main() {
   children(host, ranks);
   taken_back(host, true);
   taken_back(host, false);
+  unusual_streams(host, ranks);
   grown(host, ranks);
+  called_off(host);
+  came_late(host);
   all_of_one_thread(host);
   refused(host, ranks, name);
   unlink(path.c_str());

@@ -1,5 +1,5 @@
 // libcuda.so.1 as far as NCCL's proxy and its fake need one: streams that are threads, which run host functions in order
-// and take no more than a few before whoever launches has to wait.
+// and take no more than a few before whoever launches has to wait. With it what the libcuda proxy tells of streams.
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
@@ -43,38 +43,107 @@ void serve(Stream* stream) {
   }
 }
 
-Stream* known(void* handle) {
-  const std::lock_guard lock(mutex);
-  auto* stream = static_cast<Stream*>(handle);
-  return streams.count(stream) != 0 ? stream : nullptr;
-}
-
-}  // namespace
-
-FAKE int cuStreamCreate(void** out, unsigned) {
+Stream* made() {
   auto* stream = new Stream;  // never freed: its thread runs as long as the process
   {
     const std::lock_guard lock(mutex);
     streams.insert(stream);
   }
   std::thread(serve, stream).detach();
-  *out = stream;
-  return 0;
+  return stream;
 }
-FAKE int cuStreamDestroy_v2(void* handle) {
+
+Stream* known(void* handle) {
+  if (handle == reinterpret_cast<void*>(2)) {
+    thread_local Stream* const own = made();
+    return own;
+  }
+  if (reinterpret_cast<std::size_t>(handle) <= 1) {
+    static Stream* const legacy = made();
+    return legacy;
+  }
   const std::lock_guard lock(mutex);
-  return streams.erase(static_cast<Stream*>(handle)) == 1 ? 0 : kInvalidHandle;
+  auto* stream = static_cast<Stream*>(handle);
+  return streams.count(stream) != 0 ? stream : nullptr;
 }
-FAKE int cuLaunchHostFunc(void* handle, void (*function)(void*), void* data) {
+
+int push(void* handle, std::function<void()> work) {
   Stream* stream = known(handle);
   if (stream == nullptr) return kInvalidHandle;
   std::unique_lock lock(stream->mutex);
   if (stream->capturing) return 0;  // a graph that nobody launches
   stream->wake.wait(lock, [stream] { return stream->queue.size() < kQueue; });
-  stream->queue.emplace_back([=] { function(data); });
+  stream->queue.push_back(std::move(work));
   ++stream->unfinished;
   stream->wake.notify_all();
   return 0;
+}
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable wake;
+  std::size_t recorded = 0;
+  std::size_t done = 0;
+};
+
+using Mark = void* (*)(void*);
+void (*listener)(void*, Mark) = nullptr;
+
+}  // namespace
+
+FAKE int cuStreamCreate(void** out, unsigned) {
+  *out = made();
+  return 0;
+}
+FAKE int cuEventCreate(void** out, unsigned) {
+  *out = new Event;  // never freed: a stream may still come to it
+  return 0;
+}
+FAKE int cuEventDestroy_v2(void*) { return 0; }
+FAKE int cuEventRecord(void* handle, void* stream) {
+  auto* event = static_cast<Event*>(handle);
+  std::size_t number = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    number = ++event->recorded;
+  }
+  return push(stream, [event, number] {
+    const std::lock_guard lock(event->mutex);
+    event->done = number;
+    event->wake.notify_all();
+  });
+}
+FAKE int cuEventQuery(void* handle) {
+  auto* event = static_cast<Event*>(handle);
+  const std::lock_guard lock(event->mutex);
+  return event->done >= event->recorded ? 0 : kNotReady;
+}
+FAKE int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
+  auto* event = static_cast<Event*>(handle);
+  std::size_t number = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    number = event->recorded;
+  }
+  return push(stream, [event, number] {
+    std::unique_lock lock(event->mutex);
+    event->wake.wait(lock, [&] { return event->done >= number; });
+  });
+}
+FAKE void moorage_tell_stream_ends(void (*tell)(void*, Mark)) { listener = tell; }
+FAKE int cuStreamDestroy_v2(void* handle) {
+  if (listener != nullptr) {
+    listener(handle, [](void* stream) -> void* {
+      void* event = nullptr;
+      cuEventCreate(&event, 0);
+      return cuEventRecord(event, stream) == 0 ? event : nullptr;
+    });
+  }
+  const std::lock_guard lock(mutex);
+  return streams.erase(static_cast<Stream*>(handle)) == 1 ? 0 : kInvalidHandle;
+}
+FAKE int cuLaunchHostFunc(void* handle, void (*function)(void*), void* data) {
+  return push(handle, [=] { function(data); });
 }
 FAKE int cuStreamQuery(void* handle) {
   Stream* stream = known(handle);

@@ -1,6 +1,9 @@
-// Memory from ncclMemAlloc is the job's: the libnccl proxy asks for it, and the libcuda proxy takes it from the device and
-// brings it back. Both proxies as in a pod; NCCL and the driver are fakes.
+// What the libcuda proxy does for a libnccl: memory from ncclMemAlloc is the job's, taken from the device and brought back;
+// a stream that ends leaves an event behind. Both proxies as in a pod; NCCL and the driver are fakes.
 #include <dlfcn.h>
+
+#include <atomic>
+#include <thread>
 
 #include "job.h"
 
@@ -65,6 +68,46 @@ void other_devices() {
   CHECK(physical() == 0);
 }
 
+std::atomic<void*> left{nullptr};
+
+void stream_ends(void* stream, void* (*mark)(void*)) { left = mark(stream); }
+
+void streams_that_end() {
+  using Tell = void (*)(void (*)(void*, void* (*)(void*)));
+  const auto tell = reinterpret_cast<Tell>(dlsym(RTLD_DEFAULT, "moorage_tell_stream_ends"));
+  const auto captures = reinterpret_cast<std::size_t (*)()>(dlsym(RTLD_DEFAULT, "moorage_captures_running"));
+  CHECK(tell != nullptr && captures != nullptr);
+  tell(stream_ends);
+  tell(stream_ends);
+  CUstream stream = nullptr;
+  CUgraph graph = nullptr;
+  std::atomic<int> flag{0};
+  std::atomic<int>* address = &flag;
+  OK(cuStreamCreate(&stream, 0));
+  OK(launch("wait", stream, &address));
+  // The driver lets a stream go while it has work; the fake waits for it.
+  std::thread ends([&] {
+    CUcontext context = nullptr;
+    OK(cuDevicePrimaryCtxRetain(&context, 0));
+    OK(cuCtxSetCurrent(context));
+    OK(cuStreamDestroy_v2(stream));
+  });
+  while (left == nullptr) std::this_thread::yield();
+  ANSWERS(CUDA_ERROR_NOT_READY, cuEventQuery(static_cast<CUevent>(left.load())));
+  flag = 1;
+  ends.join();
+  OK(cuEventQuery(static_cast<CUevent>(left.load())));
+  OK(cuEventDestroy_v2(static_cast<CUevent>(left.load())));
+  OK(cuStreamCreate(&stream, 0));
+  CHECK(captures() == 0);
+  OK(cuStreamBeginCapture_v2(stream, CU_STREAM_CAPTURE_MODE_RELAXED));
+  CHECK(captures() == 1);
+  OK(cuStreamEndCapture(stream, &graph));
+  OK(cuGraphDestroy(graph));
+  OK(cuStreamDestroy_v2(stream));
+  OK(cuEventDestroy_v2(static_cast<CUevent>(left.load())));
+}
+
 }  // namespace
 
 int main() {
@@ -72,6 +115,7 @@ int main() {
   open_proxy();
   goes_and_comes(job, true);
   other_devices();
+  streams_that_end();
   setenv("NCCL_CUMEM_ENABLE", "0", 1);
   setenv("MOORAGE_GPU_CACHE", "0", 1);
   goes_and_comes(job, false);
