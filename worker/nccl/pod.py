@@ -209,8 +209,18 @@ class PodProcesses:
         """All that are connected, as they are. Raises `Unavailable`, `DeviceFailed`."""
         self.expected = {}
         self._heard = clock.now()
+
+        async def one(process: NcclProcess) -> control.Process | None:
+            try:
+                return await process.look()
+            except Unavailable:
+                if process.connected or process.alive():
+                    raise
+                return None  # it has ended just now
+
         connected = [process for process in self.processes.values() if process.connected]
-        return {found.number: found for found in await asyncio.gather(*(process.look() for process in connected))}
+        found = await asyncio.gather(*(one(process) for process in connected))
+        return {process.number: process for process in found if process is not None}
 
     async def round(self, orders: Mapping[int, bytes], seconds: float) -> dict[int, bytes]:
         """One order of the cut to each. Who calls it out of date, or does not answer in time, is left out."""
