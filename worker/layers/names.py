@@ -51,7 +51,7 @@ def _candidates(layers: Sequence[Layer], near: Sequence[str], *, deep: bool) -> 
         for parent, folders, names in os.walk(layer.upper):
             inside = os.path.relpath(parent, layer.upper)
             for name in (*folders, *names):
-                path = os.path.normpath(f"{layer.mountpoint}/{inside}/{name}")
+                path = _joined(layer.mountpoint, inside, name)
                 yield path, layer.merged / inside / name
     if deep:
         yield from _everything(layers)
@@ -64,6 +64,12 @@ def _everything(layers: Sequence[Layer]) -> Iterator[tuple[str, Path]]:
         for parent, folders, names in os.walk(layer.merged):
             inside = os.path.relpath(parent, layer.merged)
             for name in (*folders, *names):
-                yield os.path.normpath(f"{layer.mountpoint}/{inside}/{name}"), Path(parent, name)
+                yield _joined(layer.mountpoint, inside, name), Path(parent, name)
             if time.monotonic() > end:
                 return
+
+
+def _joined(mountpoint: str, inside: str, name: str) -> str:
+    """The path in the pod. Two slashes in front would stay (POSIX lets them mean something else), and CRIU would look
+    for such a path on the host. Pure."""
+    return os.path.normpath(f"{mountpoint.rstrip('/')}/{inside}/{name}")

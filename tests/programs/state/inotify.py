@@ -2,6 +2,7 @@
 
 import os
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -38,6 +39,8 @@ def program(nonce: bytes) -> Iterator[None]:
     file = call("inotify_add_watch", fd, b"file", MODIFY)
     renamed = call("inotify_add_watch", fd, b"renamed", MODIFY)
     os.rename("renamed", "of another name")
+    far = tempfile.mkdtemp(dir="/var/tmp")  # in no working folder
+    elsewhere = call("inotify_add_watch", fd, far.encode(), CREATE)
     # What has no name any more, but is open: a file, and a child's folder.
     deleted = open("deleted", "w+")  # noqa: SIM115
     nameless = call("inotify_add_watch", fd, b"deleted", MODIFY)
@@ -59,10 +62,12 @@ def program(nonce: bytes) -> Iterator[None]:
                 handle.write("x")
         deleted.write("x")
         deleted.flush()
+        open(f"{far}/{step}", "w").close()
         os.chmod(f"/proc/{child}/cwd", 0o700 + step % 2)
+        made = str(step).encode()
         step += 1
         wanted = [(folder, CREATE, b"made"), (folder, DELETE, b"made"), (file, MODIFY, b""), (renamed, MODIFY, b"")]
-        wanted += [(nameless, MODIFY, b""), (below, ATTRIB | FOLDER, b"")]
+        wanted += [(nameless, MODIFY, b""), (elsewhere, CREATE, made), (below, ATTRIB | FOLDER, b"")]
         equal(events(fd), wanted, "events")
         yield
 
