@@ -32,8 +32,8 @@ NOT_REACHED: dict[str, str] = (
     | {
         f"{step}.{side}": "the lanes' job has no communicators; tests/multinode/test_nccl.py kills it there"
         for step in (
-            *(f"coordinator.quiesce.{step}" for step in ("cut", "destroy", "rebuild", "open")),
-            *(f"worker.nccl.{step}" for step in ("destroy", "part", "ids", "rebuild")),
+            *(f"coordinator.quiesce.{step}" for step in ("cut", "keep", "destroy", "rebuild", "open")),
+            *(f"worker.nccl.{step}" for step in ("keep", "destroy", "part", "ids", "rebuild")),
             "coordinator.order.quiesce",
         )
         for side in ("before", "after")
