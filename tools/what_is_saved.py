@@ -64,8 +64,10 @@ the places of the context ([decisions/0018](decisions/0018-calls-in-place.md)), 
 refused.
 
 Connections over unix sockets that wait to be accepted are saved with what was sent over them, by connecting their
-clients once more (the same decision). Refused, by name, are those whose client is open in several processes, is bound
-to a name of its own, or sent descriptors; and those of a listener that asks for credentials.
+clients once more (the same decision). Nothing is taken out of a queue before all is open that puts it back. Refused, by
+name, are those whose client is open in several processes, is bound to a name of its own, or sent descriptors; and those
+of a listener that asks for credentials, or whose file the client does not find any more by its name (removed, renamed,
+behind another root folder) or may not write.
 """
 
 

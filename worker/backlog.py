@@ -11,7 +11,7 @@ import contextlib
 import functools
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -58,6 +58,7 @@ def take(pod: Pod, pids: list[int], extras: Extras) -> None:
     Raises `Refused`, `OSError`, `EnvironmentLacking`.
     """
     _look_for_requests(pod, pids)
+    found, row = unaccepted.look(_hands(pod, pids)) if pids else ([], [])  # it may refuse: before anything is taken
     packets, terminals = extras.packets, extras.terminals
     plain = [PacketPipe(pipe.pid, pipe.fd, []) for pipe in packets]
     aside = Aside(packets=plain, terminals=terminals, watches=extras.watches)
@@ -73,7 +74,7 @@ def take(pod: Pod, pids: list[int], extras: Extras) -> None:
     extras.backlog = aside.waiting
     if extras.corked:
         extras.corked = _take_corked(pod, dict(tasks_of(pids)), extras.corked, aside)
-    extras.early = _take_early(pod, pids, aside) if pids else []
+    extras.early = _take_early(pod, pids, found, aside) + row if found else row
 
 
 def _look_for_requests(pod: Pod, pids: list[int]) -> None:
@@ -101,15 +102,20 @@ def _maps(pid: int) -> str:
         return ""  # it has ended
 
 
-def _take_early(pod: Pod, pids: list[int], aside: Aside) -> list[Early]:
-    hands = _hands(pod, pids)
-    found, row = unaccepted.look(hands)
-    if found:
+def _take_early(pod: Pod, pids: list[int], found: list[Early], aside: Aside) -> list[Early]:
+    with connecting.ready(hands := _hands(pod, pids), found) as ready:
+        if ready.missing:
+            one, _ = ready.missing[0]
+            raise Refused(
+                f"process {one.listener[0]}, descriptor {one.listener[1]} (unix socket): "
+                f"{_words(ready.missing[:1])}, which was not accepted yet, cannot be made once more",
+                "let the program accept its connections before the checkpoint",
+            )
         with unaccepted.emptied(hands, found) as taken:
             aside.early = taken.notes
             _note(pod, aside)
             rights = dict(taken.rights)
-            if lost := connecting.connect(hands, aside.early, with_data=bool(rights), rights=rights):
+            if lost := ready.connect(aside.early, with_data=bool(rights), rights=rights):
                 raise MoorageError(f"{_words(lost)} could not be connected once more")
             if rights:
                 aside.early = []
@@ -120,10 +126,10 @@ def _take_early(pod: Pod, pids: list[int], aside: Aside) -> list[Early]:
                     "not accepted yet",
                     "let the program accept its connections before the checkpoint",
                 )
-        aside.connected = True
-        _note(pod, aside)
-        pod.log.info("connections over unix sockets wait to be accepted", count=len(found))
-    return aside.early + row
+    aside.connected = True
+    _note(pod, aside)
+    pod.log.info("connections over unix sockets wait to be accepted", count=len(found))
+    return aside.early
 
 
 def _take_corked(pod: Pod, tasks: dict[int, int], found: list[Corked], aside: Aside) -> list[Corked]:
@@ -208,20 +214,36 @@ def _under_way(pids: list[int], ports: set[int], stack: contextlib.ExitStack) ->
 
 
 def put_back(pod: Pod) -> None:
-    """Put back what `take` has taken, if it was not yet. Raises `OSError`."""
+    """Put back what `take` has taken, if it was not yet. What cannot be does not keep the rest from it. Raises
+    `OSError`, `MoorageError`: the first that went wrong."""
     file = pod.folder / FILE
-    if file.exists():
-        aside = msgspec.json.decode(file.read_bytes(), type=Aside)
-        tasks = dict(tasks_of(pod.processes()))
-        extra_files.set_packets(aside.packets, tasks, on=True)
-        extra_files.set_terminals(aside.terminals, tasks, on=True)
-        extra_watches.give(aside.watches, tasks)
-        give_corked(pod, aside.corked)
-        if aside.early:
-            give_early(pod, aside.early, connected=aside.connected)
-        if aside.waiting:
-            give(pod, aside.waiting)
-        file.unlink()
+    if not file.exists():
+        return
+    aside = msgspec.json.decode(file.read_bytes(), type=Aside)
+    tasks = dict(tasks_of(pod.processes()))
+    failed: list[OSError | MoorageError] = []
+
+    def done(work: Callable[[], None], name: str) -> None:
+        """Once: data that is sent again by a worker that follows would be there twice."""
+        if not getattr(aside, name):
+            return
+        try:
+            work()
+        except (OSError, MoorageError) as error:
+            failed.append(error)
+        else:
+            setattr(aside, name, [])
+            _note(pod, aside)
+
+    done(lambda: extra_files.set_packets(aside.packets, tasks, on=True), "packets")
+    done(lambda: extra_files.set_terminals(aside.terminals, tasks, on=True), "terminals")
+    done(lambda: extra_watches.give(aside.watches, tasks), "watches")
+    done(lambda: give_corked(pod, aside.corked), "corked")
+    done(lambda: give_early(pod, aside.early, connected=aside.connected), "early")
+    done(lambda: give(pod, aside.waiting), "waiting")
+    if failed:
+        raise failed[0]
+    file.unlink()
 
 
 def give_early(pod: Pod, early: list[Early], *, connected: bool) -> None:

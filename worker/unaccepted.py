@@ -15,7 +15,7 @@ import os
 import select
 import socket
 import termios
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +31,7 @@ from moorage.worker.sandbox.process import inner_pid
 from moorage.worker.unix_diag import UnixSocket
 
 _SO_PEEK_OFF, _SO_PASSCRED = 42, 16
+_SIOCUNIXFILE = 0x89E0
 _CURE = "let the program accept its connections before the checkpoint"
 #: More than any packet has.
 _PIECE_BYTES = 1 << 20
@@ -122,9 +123,41 @@ def _early(
     with borrowed_socket(*held[0]) as sock:
         if sock.getsockname():
             raise _refused(held[0], "is connected, not accepted yet, and has a name of its own")
+    with borrowed_socket(*listener) as sock:
+        if not _reached(sock, held[0].pid):
+            raise _refused(
+                listener,
+                "holds a connection that was not accepted yet, and its name was removed, leads to something else, "
+                "or is not seen by the client",
+            )
+    if len(queue.waiting) > queue.backlog + 1:
+        raise _refused(listener, "holds more connections that were not accepted yet than it would take now")
     if not inject.possible():
         raise _refused(listener, "holds a connection that was not accepted yet, with data in it")
     return Early(listener.inside(), held[0].inside(), queue.kind, shutdown=table[inode].shutdown)
+
+
+def _reached(listener: socket.socket, client: int) -> bool:
+    """Whether this process could connect to it once more: by its name it finds the file that it is bound to."""
+    if isinstance(bound := listener.getsockname(), bytes):
+        return True
+    with unix_file(listener) as file:
+        name = Path(f"/proc/self/fd/{file}").readlink()
+        if name.name != Path(bound).name:
+            return False  # renamed: it would be restored without a name
+        with contextlib.suppress(OSError):
+            return os.path.samestat(Path(f"/proc/{client}/root{name}").lstat(), os.fstat(file))
+    return False
+
+
+@contextlib.contextmanager
+def unix_file(bound: socket.socket) -> Iterator[int]:
+    """A descriptor of the file that a unix socket is bound to. Raises `OSError`."""
+    file = fcntl.ioctl(bound, _SIOCUNIXFILE)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def _refused(place: Place, why: str) -> Refused:
@@ -133,16 +166,16 @@ def _refused(place: Place, why: str) -> Refused:
     return Refused(f"process {inside} ({name}), descriptor {fd} (unix socket): it {why}", _CURE)
 
 
-def holders_of(host_pids: Iterable[int], inodes: set[int]) -> dict[int, list[Place]]:
-    """Where these processes have the sockets with these inode numbers open."""
-    names = {f"socket:[{inode}]": inode for inode in inodes}
+def holders_of(host_pids: Iterable[int], inodes: Container[int] | None = None) -> dict[int, list[Place]]:
+    """Where these processes have the sockets with these inode numbers open, or all sockets."""
     found: dict[int, list[Place]] = {}
     for pid in host_pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             for link in Path("/proc", str(pid), "fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if (inode := names.get(str(link.readlink()))) is not None:
-                        found.setdefault(inode, []).append(Place(pid, int(link.name)))
+                    kind, _, number = str(link.readlink()).partition(":[")
+                    if kind == "socket" and (inodes is None or int(number[:-1]) in inodes):
+                        found.setdefault(int(number[:-1]), []).append(Place(pid, int(link.name)))
     return found
 
 

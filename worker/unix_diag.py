@@ -17,7 +17,8 @@ _HEADER = struct.Struct("=IHHII")
 class UnixSocket(NamedTuple):
     """One socket. ``peer``: inode of the other end (0: none, or one that was not accepted yet); ``waiting``: of a
     listening one, the inodes of those that connected and were not accepted yet, in their order (0: closed since);
-    ``unread``: bytes that it sent and that are still in the kernel; ``shutdown``: 1 for reading, 2 for writing."""
+    ``unread``: bytes that it sent and that are still in the kernel; ``shutdown``: 1 for reading, 2 for writing;
+    ``backlog``: of a listening one, how many may wait behind the first."""
 
     inode: int
     kind: int
@@ -26,6 +27,7 @@ class UnixSocket(NamedTuple):
     waiting: tuple[int, ...] = ()
     unread: int = 0
     shutdown: int = 0
+    backlog: int = 0
 
 
 def read() -> dict[int, UnixSocket]:
@@ -64,6 +66,7 @@ def parse(message: bytes) -> UnixSocket:
         waiting=struct.unpack(f"={len(waiting) // 4}I", waiting),
         unread=word(_QUEUES, 4) if state != LISTENING else 0,
         shutdown=found[_SHUTDOWN][0] if _SHUTDOWN in found else 0,
+        backlog=word(_QUEUES, 4) if state == LISTENING else 0,
     )
 
 

@@ -149,6 +149,12 @@ _OWN = {
         "end several processes have open",
         "let the program accept its connections",
     ),
+    "unlinked_listener": (
+        _PROCESS
+        + r", descriptor \d+ \(unix socket\): it holds a connection that was not accepted yet, and its name was "
+        "removed",
+        "let the program accept its connections",
+    ),
     "nested": (_PROCESS + ": it is in a (user|pid) namespace of its own", "end the nested container"),
 }
 

@@ -126,6 +126,17 @@ def shared_client() -> str:
     return ""
 
 
+def unlinked_listener() -> str:
+    listener, client = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    listener.bind(str(_folder / "soon gone"))
+    listener.listen()
+    client.connect(str(_folder / "soon gone"))
+    client.sendall(b"not accepted")
+    (_folder / "soon gone").unlink()
+    _kept.extend((listener, client))
+    return ""
+
+
 def stopped() -> str:
     pid = os.fork()
     if pid == 0:

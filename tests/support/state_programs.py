@@ -25,7 +25,7 @@ REFUSED = (
     "FIFO with a process outside", "aio", "device from outside", "disk from outside", "file from outside",
     "io_uring", "lock with a process outside", "nested", "network from outside", "packet_socket",
     "pipe from outside", "process that moorage did not start", "raw_socket", "shared_client", "stopped",
-    "sysv_outside", "traced", "unix socket to the outside", "user_timeout",
+    "sysv_outside", "traced", "unix socket to the outside", "unlinked_listener", "user_timeout",
 )  # fmt: skip
 #: Programs that need another pod, or the world outside, as their other end.
 IN_TWO_PODS = ("outside", "pods_tcp", "pods_udp")

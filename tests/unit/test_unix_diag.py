@@ -15,7 +15,7 @@ def test_an_answer_is_read() -> None:
     head = struct.pack("=BBBBIII", socket.AF_UNIX, socket.SOCK_STREAM, unix_diag.LISTENING, 0, 77, 0, 0)
     waiting = struct.pack("=HH3I", 16, 3, 5, 0, 6)
     queues = struct.pack("=HHII", 12, 4, 3, 128)
-    assert unix_diag.parse(head + waiting + queues) == UnixSocket(77, 1, 10, waiting=(5, 0, 6))
+    assert unix_diag.parse(head + waiting + queues) == UnixSocket(77, 1, 10, waiting=(5, 0, 6), backlog=128)
     head = struct.pack("=BBBBIII", socket.AF_UNIX, socket.SOCK_SEQPACKET, 1, 0, 5, 0, 0)
     more = struct.pack("=HHI", 8, 2, 9) + struct.pack("=HHBxxx", 5, 6, 2) + struct.pack("=HHII", 12, 4, 0, 512)
     assert unix_diag.parse(head + more) == UnixSocket(5, 5, 1, peer=9, unread=512, shutdown=2)

@@ -45,6 +45,7 @@ _WORD = (1 << 64) - 1
 _LAST_ERROR = 4095
 
 MMAP, MUNMAP, CLOSE, SOCKET, CONNECT, EPOLL_CTL, OPENAT, DUP3 = 9, 11, 3, 41, 42, 233, 257, 292
+FACCESSAT2: Final = 439
 
 
 def possible() -> bool:
@@ -136,7 +137,7 @@ class Stopped:
     """The first thread of a process that `held` stopped, as a place to make calls in: ``with Stopped(pid) as it``."""
 
     def __init__(self, host_pid: int) -> None:
-        self._pid = host_pid
+        self.host_pid = self._pid = host_pid
         self._registers: list[int] = []
         self._mask = ctypes.c_uint64()
         self._instruction = 0
