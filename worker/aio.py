@@ -18,6 +18,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,31 +132,31 @@ def _read_away(calls: inject.Stopped, context: int, into: int, number: int) -> N
         number -= got
 
 
-def _put_again(memory: object, calls: inject.Stopped, address: int, request: int, kept: bytes) -> None:
+def _put_again(memory: FileIO, calls: inject.Stopped, address: int, request: int, kept: bytes) -> None:
     """Let events that had waited wait again: as many others, with what those said."""
     number = len(kept) // _EVENT_BYTES
     if _submit(calls, address, request, number) != number:
         raise MoorageError("events of asynchronous I/O could not be put back")
     ring = _ring(memory, address)
     for place in range(number):
-        memory.seek(_event(ring, ring.head + place))  # type: ignore[attr-defined]
-        memory.write(kept[place * _EVENT_BYTES : (place + 1) * _EVENT_BYTES])  # type: ignore[attr-defined]
+        memory.seek(_event(ring, ring.head + place))
+        memory.write(kept[place * _EVENT_BYTES : (place + 1) * _EVENT_BYTES])
 
 
 def _event(ring: Ring, place: int) -> int:
     return ring.address + _HEAD.size + place % ring.places * _EVENT_BYTES
 
 
-def _ring(memory: object, address: int) -> Ring:
+def _ring(memory: FileIO, address: int) -> Ring:
     _, places, head, tail, magic, *_ = _HEAD.unpack(_at(memory, address, _HEAD.size))
     if magic != _MAGIC or not places:
         raise MoorageError("a context of asynchronous I/O looks otherwise than it should")
     return Ring(address, places, head % places, tail % places)
 
 
-def _at(memory: object, address: int, size: int) -> bytes:
-    memory.seek(address)  # type: ignore[attr-defined]
-    return bytes(memory.read(size))  # type: ignore[attr-defined]
+def _at(memory: FileIO, address: int, size: int) -> bytes:
+    memory.seek(address)
+    return memory.read(size)
 
 
 def _possible() -> int:

@@ -18,7 +18,7 @@ import msgspec
 
 from moorage.errors import MoorageError, NotFound, Refused
 from moorage.worker import aio, connecting, extra_files, extra_watches, unaccepted, under_way, unix_diag
-from moorage.worker.borrow import borrowed_socket
+from moorage.worker.borrow import Place, borrowed_socket, holders_of
 from moorage.worker.extra_record import Early, Extras, PacketPipe, Terminal, Watch
 from moorage.worker.extra_state import tasks_of
 from moorage.worker.guard.files import write_private
@@ -92,7 +92,8 @@ def _look_for_requests(pod: Pod, pids: list[int]) -> None:
                 f"(requests of io_submit: {found[users[0]]})",
                 "let them end before the checkpoint (io_getevents), or cancel those that wait (io_cancel)",
             )
-        time.sleep(_REQUEST_PAUSE if users else 0)
+        if users:
+            time.sleep(_REQUEST_PAUSE)
 
 
 def _maps(pid: int) -> str:
@@ -181,17 +182,14 @@ def _take(pod: Pod, pids: list[int], ports: list[int], aside: Aside) -> list[Wai
     return taken
 
 
-def _listeners(pids: list[int], ports: set[int]) -> Iterator[tuple[int, int]]:
+def _listeners(pids: list[int], ports: set[int]) -> Iterator[Place]:
     """Process and descriptor of each socket that listens at one of the ports, each socket once."""
-    seen = set()
-    for pid in pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for link in Path("/proc", str(pid), "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    name = str(link.readlink())
-                    if name.startswith("socket:") and name not in seen and _listens(pid, int(link.name), ports):
-                        seen.add(name)
-                        yield pid, int(link.name)
+    for places in holders_of(pids).values():
+        for place in places:
+            with contextlib.suppress(OSError):
+                if _listens(*place, ports):
+                    yield place
+                    break
 
 
 def _listens(pid: int, fd: int, ports: set[int]) -> bool:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moorage.errors import MoorageError
-from moorage.worker.borrow import borrowed_socket
+from moorage.worker.borrow import Place, borrowed_socket, holders_of
 from moorage.worker.extra_record import Early
 from moorage.worker.sandbox import inject
-from moorage.worker.unaccepted import Hands, Place, accept, holders_of, tasks, unix_file
+from moorage.worker.unaccepted import Hands, accept, tasks, unix_file
 
 _SO_PEEK_OFF, _SO_PASSCRED, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE, _SO_BUF_LOCK = 42, 16, 32, 33, 72
 _SO_PASSPIDFD = 76

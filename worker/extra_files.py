@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
 import ctypes
 import errno
@@ -13,7 +12,7 @@ import termios
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from moorage.worker.borrow import borrowed, libc
+from moorage.worker.borrow import borrowed, libc, readable_bytes
 from moorage.worker.extra_record import Extras, PacketPipe, Terminal
 from moorage.worker.sandbox.process import inner_pid
 
@@ -108,9 +107,7 @@ def terminal(pid: int, inside: int, fd: int, extras: Extras) -> None:
     """Note a pseudo-terminal in which text waits that has gone through output processing (``\\n`` became ``\\r\\n``):
     CRIU reads it out and writes it in again, at a dump as at a restore, and it would be processed once more."""
     with contextlib.suppress(OSError, termios.error), borrowed(pid, fd) as copy:
-        waiting = array.array("i", [0])
-        fcntl.ioctl(copy, termios.FIONREAD, waiting)
-        if waiting[0] and termios.tcgetattr(copy)[1] & termios.OPOST:
+        if readable_bytes(copy) and termios.tcgetattr(copy)[1] & termios.OPOST:
             extras.terminals.append(Terminal(inside, fd))
 
 

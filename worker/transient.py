@@ -3,15 +3,12 @@ that holds such a thing is let run for a moment and frozen again."""
 
 from __future__ import annotations
 
-import array
 import contextlib
 import errno
-import fcntl
-import termios
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from moorage.worker.borrow import borrowed, borrowed_socket
+from moorage.worker.borrow import borrowed, borrowed_socket, readable_bytes
 
 _LISTENING = "0A"
 _PEEK_NOW = 0x42  # MSG_PEEK | MSG_DONTWAIT
@@ -44,10 +41,9 @@ def _queues(pid: int) -> Iterator[str]:
 
 def waiting_bytes(pid: int, fd: int) -> int:
     """What a read of this descriptor would give at once."""
-    waiting = array.array("i", [0])
     with contextlib.suppress(OSError), borrowed(pid, fd) as copy:
-        fcntl.ioctl(copy, termios.FIONREAD, waiting)
-    return waiting[0]
+        return readable_bytes(copy)
+    return 0
 
 
 def _netlink_inodes(folder: Path) -> set[str]:

@@ -8,33 +8,29 @@ saves. Then, and after a restore, what was sent is sent again in the clients' pl
 
 from __future__ import annotations
 
-import array
 import contextlib
 import fcntl
 import os
 import select
 import socket
-import termios
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from moorage.errors import Refused
-from moorage.worker import unix_diag
-from moorage.worker.borrow import borrowed_socket
+from moorage.worker import under_way, unix_diag
+from moorage.worker.borrow import Place, borrowed_socket, holders_of
 from moorage.worker.extra_record import Early
 from moorage.worker.sandbox import inject
 from moorage.worker.sandbox.cgroup import PodCgroup
 from moorage.worker.sandbox.process import inner_pid
 from moorage.worker.unix_diag import UnixSocket
 
-_SO_PEEK_OFF, _SO_PASSCRED = 42, 16
+_SO_PASSCRED = 16
 _SIOCUNIXFILE = 0x89E0
 _CURE = "let the program accept its connections before the checkpoint"
-#: More than any packet has.
-_PIECE_BYTES = 1 << 20
 
 
 class Hands(NamedTuple):
@@ -43,16 +39,6 @@ class Hands(NamedTuple):
     cgroup: PodCgroup
     host_pids: list[int]
     in_network: Callable[[Callable[[], object]], object]
-
-
-class Place(NamedTuple):
-    """A descriptor of a process. ``pid``: on the host."""
-
-    pid: int
-    fd: int
-
-    def inside(self) -> tuple[int, int]:
-        return inner_pid(Path("/proc", str(self.pid))), self.fd
 
 
 def awaited(table: Mapping[int, UnixSocket]) -> list[UnixSocket]:
@@ -115,7 +101,7 @@ def _early(
         if sock.getsockopt(socket.SOL_SOCKET, _SO_PASSCRED):
             raise _refused(listener, "holds a connection that was not accepted yet, whose data comes with credentials")
     if not inode:
-        return Early(listener.inside(), None, queue.kind)
+        return Early(_inside(listener), None, queue.kind)
     held = holders.get(inode, [])
     if not held or len({place.pid for place in held}) > 1:
         who = "several processes have" if held else "no process of the pod has"
@@ -134,7 +120,7 @@ def _early(
         raise _refused(listener, "holds more connections that were not accepted yet than it would take now")
     if not inject.possible():
         raise _refused(listener, "holds a connection that was not accepted yet, with data in it")
-    return Early(listener.inside(), held[0].inside(), queue.kind, shutdown=table[inode].shutdown)
+    return Early(_inside(listener), _inside(held[0]), queue.kind, shutdown=table[inode].shutdown)
 
 
 def _reached(listener: socket.socket, client: int) -> bool:
@@ -160,23 +146,14 @@ def unix_file(bound: socket.socket) -> Iterator[int]:
         os.close(file)
 
 
+def _inside(place: Place) -> tuple[int, int]:
+    return inner_pid(Path("/proc", str(place.pid))), place.fd
+
+
 def _refused(place: Place, why: str) -> Refused:
     name = (Path("/proc", str(place.pid)) / "comm").read_text().strip()
-    inside, fd = place.inside()
+    inside, fd = _inside(place)
     return Refused(f"process {inside} ({name}), descriptor {fd} (unix socket): it {why}", _CURE)
-
-
-def holders_of(host_pids: Iterable[int], inodes: Container[int] | None = None) -> dict[int, list[Place]]:
-    """Where these processes have the sockets with these inode numbers open, or all sockets."""
-    found: dict[int, list[Place]] = {}
-    for pid in host_pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for link in Path("/proc", str(pid), "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    kind, _, number = str(link.readlink()).partition(":[")
-                    if kind == "socket" and (inodes is None or int(number[:-1]) in inodes):
-                        found.setdefault(int(number[:-1]), []).append(Place(pid, int(link.name)))
-    return found
 
 
 @dataclass
@@ -199,7 +176,7 @@ def emptied(hands: Hands, found: Sequence[Early]) -> Iterator[Taken]:
             with borrowed_socket(places[listener[0]], listener[1]) as sock:
                 for one, end in zip(group, accept(sock), strict=False):
                     stack.callback(end.close)
-                    pieces = list(_received(end))
+                    pieces = list(under_way.pieces(end))
                     for number, (_, descriptors) in enumerate(pieces):
                         for fd in descriptors:
                             stack.callback(os.close, fd)
@@ -215,18 +192,6 @@ def accept(listener: socket.socket) -> Iterator[socket.socket]:
     look.register(listener, select.POLLIN)
     while look.poll(0):  # its flags are its owner's, and it may be one that waits
         yield socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]
-
-
-def _received(end: socket.socket) -> Iterator[tuple[bytes, list[int]]]:
-    """What waits in it, which stays there, in pieces with the descriptors that came with each."""
-    waiting = array.array("i", [0])
-    fcntl.ioctl(end, termios.FIONREAD, waiting)
-    end.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)
-    left = waiting[0]
-    while left > 0:
-        data, more, *_ = end.recvmsg(_PIECE_BYTES, socket.CMSG_SPACE(4 * 253), socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        yield data, [fd for _, kind, found in more if kind == socket.SCM_RIGHTS for fd in array.array("i", found)]
-        left = left - len(data) if data else 0
 
 
 def settled(found: Sequence[Early]) -> bool:

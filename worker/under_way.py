@@ -6,43 +6,31 @@ import array
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import socket
 import stat
-import termios
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-from moorage.worker.borrow import borrowed_socket, libc
+from moorage.worker.borrow import borrowed_socket, holders_of, libc, peek_from, peeking, readable_bytes
 
-_SO_PEEK_OFF = 42
+#: More than any packet has.
 _PIECE_BYTES = 1 << 20
 _DESCRIPTORS = 253  # the most that one message has
 
 
 def sockets(host_pids: Iterable[int]) -> Iterator[socket.socket]:
     """The sockets that wait in unix sockets of these frozen processes, each until the next one; they stay there."""
-    seen: set[int] = set()
-    for pid in host_pids:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for link in Path("/proc", str(pid), "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    inode = link.stat().st_ino
-                    if inode not in seen and str(link.readlink()).startswith("socket:"):
-                        seen.add(inode)
-                        yield from _within(pid, int(link.name))
+    for places in holders_of(host_pids).values():
+        with contextlib.suppress(OSError):
+            yield from _within(*places[0])
 
 
 def _within(pid: int, fd: int) -> Iterator[socket.socket]:
     with borrowed_socket(pid, fd) as sock:
-        if sock.family != socket.AF_UNIX or not _waiting_bytes(sock):  # which one that listens does not tell
+        if sock.family != socket.AF_UNIX or not readable_bytes(sock):  # which one that listens does not tell
             return
-        found: list[int] = []
-        with _looking(sock):
-            while (piece := _peek(sock, _PIECE_BYTES))[0]:
-                found += piece[1]
+        found = [fd for _, descriptors in pieces(sock) for fd in descriptors]
     while found:
         one = found.pop()
         if stat.S_ISSOCK(os.fstat(one).st_mode):
@@ -52,19 +40,27 @@ def _within(pid: int, fd: int) -> Iterator[socket.socket]:
             os.close(one)
 
 
+def pieces(sock: socket.socket) -> Iterator[tuple[bytes, list[int]]]:
+    """What waits in it, which stays there, in pieces with the descriptors that came with each: they are the caller's.
+    Raises `OSError`."""
+    with peeking(sock):
+        while (piece := _peek(sock))[0]:
+            yield piece
+
+
 def starts(sock: socket.socket) -> list[int]:
     """Where, in the bytes that wait in this stream, a message begins that has descriptors with it.
 
     A look ends behind such a message, and takes in what was sent before it: whoever reads only that would lose the
     descriptors, if it were sent as one. Raises `OSError`.
     """
-    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) or not _waiting_bytes(sock):
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) or not readable_bytes(sock):
         return []
     found: list[int] = []
     base = 0
-    with _looking(sock):
+    with peeking(sock):
         while True:
-            sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, base)
+            peek_from(sock, base)
             try:
                 data, _, flags, _ = sock.recvmsg(_PIECE_BYTES, 0, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -72,7 +68,7 @@ def starts(sock: socket.socket) -> list[int]:
             if not data:
                 return found
             if flags & socket.MSG_CTRUNC:  # something was with it
-                sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, base)
+                peek_from(sock, base)
                 found += [base + before] if (before := _before_last(sock, len(data))) else []
             base += len(data)
 
@@ -99,27 +95,11 @@ def _before_last(sock: socket.socket, size: int) -> int:
     return max(0, int(got))
 
 
-def _peek(sock: socket.socket, size: int) -> tuple[bytes, list[int]]:
+def _peek(sock: socket.socket) -> tuple[bytes, list[int]]:
     room, flags = socket.CMSG_SPACE(4 * _DESCRIPTORS), socket.MSG_PEEK | socket.MSG_DONTWAIT
     try:
-        data, notes, *_ = sock.recvmsg(size, room, flags)
+        data, notes, *_ = sock.recvmsg(_PIECE_BYTES, room, flags)
     except BlockingIOError:
         return b"", []
     rights = [text for level, kind, text in notes if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
     return data, [fd for text in rights for fd in array.array("i", text[: len(text) - len(text) % 4])]
-
-
-@contextlib.contextmanager
-def _looking(sock: socket.socket) -> Iterator[None]:
-    offset = sock.getsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)  # each look begins where the last one ended
-        yield
-    finally:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, offset)
-
-
-def _waiting_bytes(sock: socket.socket) -> int:
-    waiting = array.array("i", [0])
-    fcntl.ioctl(sock, termios.FIONREAD, waiting)
-    return waiting[0]

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from moorage.worker.borrow import peeking
 from moorage.worker.network import packets
 from moorage.worker.network.packets import Injector
 
-_SO_PEEK_OFF = 42
 _IP_PKTINFO = 8
 _IPV6_RECVPKTINFO, _IPV6_PKTINFO = 49, 50
 _LARGEST = 1 << 16
@@ -33,20 +33,17 @@ def peek(sock: socket.socket) -> list[Datagram]:
     six = sock.family == socket.AF_INET6
     wanted = (socket.IPPROTO_IPV6, _IPV6_RECVPKTINFO) if six else (socket.IPPROTO_IP, _IP_PKTINFO)
     told = sock.getsockopt(*wanted)
-    offset = sock.getsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF)
     found = []
     try:
         sock.setsockopt(*wanted, 1)
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, 0)  # each look begins where the last one ended
         port = sock.getsockname()[1]
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError), peeking(sock):
             while True:
                 data, notes, _, sender = sock.recvmsg(_LARGEST, _ROOM, socket.MSG_PEEK | socket.MSG_DONTWAIT)
                 target = _target(notes)
                 if target:
                     found.append(Datagram((target, port), (_plain(sender[0]), sender[1]), data))
     finally:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_PEEK_OFF, offset)
         sock.setsockopt(*wanted, told)
     return found
 

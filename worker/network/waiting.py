@@ -14,19 +14,17 @@ The other end notices nothing: addresses, numbers, options and data are those th
 
 from __future__ import annotations
 
-import array
 import contextlib
-import fcntl
 import select
 import socket
 import struct
-import termios
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from moorage.errors import MoorageError
+from moorage.worker.borrow import readable_bytes
 from moorage.worker.network import packets, rules
 from moorage.worker.network.packets import ACK, FIN, PSH, RST, SYN, Injector
 from moorage.worker.network.sockets import CLOSE_WAIT, CLOSED, ESTABLISHED, Connection, Diagnosis
@@ -84,12 +82,10 @@ def take(listeners: Iterable[socket.socket]) -> tuple[list[Waiting], list[socket
 
 def _note(connection: socket.socket, peer: tuple[str, int]) -> Waiting:
     info = connection.getsockopt(socket.SOL_TCP, _TCP_INFO, 104)
-    waiting = array.array("i", [0])
-    fcntl.ioctl(connection, termios.FIONREAD, waiting)
     data = b""
-    if waiting[0]:
+    if size := readable_bytes(connection):
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            data = connection.recv(waiting[0], socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            data = connection.recv(size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     connection.setsockopt(socket.SOL_TCP, _TCP_REPAIR, 1)
     sent, received = (_number(connection, queue) for queue in (_SENT, _RECEIVED))
     connection.setsockopt(socket.SOL_TCP, _TCP_REPAIR_QUEUE, _NO_QUEUE)
