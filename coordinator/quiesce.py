@@ -112,8 +112,7 @@ async def _fleet(leader: Leader, job: Job, incarnation: int) -> AsyncIterator[Fl
 def wanted(job: Job) -> bool:
     """Whether the job can have communicators."""
     spec = job.spec
-    ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
-    return control.has_communicators(spec.env, gpus=spec.gpus_per_pod, ranks=ranks)
+    return control.has_communicators(spec.env, gpus=spec.gpus_per_pod, pods=spec.pods, ranks_per_pod=spec.ranks_per_pod)
 
 
 async def close(leader: Leader, job: Job, incarnation: int, seconds: float) -> None:

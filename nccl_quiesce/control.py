@@ -102,11 +102,11 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise CorruptData(f"this is no {kind.__name__} of the consistent cut: {error}") from None
 
 
-def has_communicators(env: Mapping[str, str], *, gpus: int, ranks: int) -> bool:
+def has_communicators(env: Mapping[str, str], *, gpus: int, pods: int, ranks_per_pod: int) -> bool:
     """Whether a job can have NCCL communicators that a checkpoint must look after.
 
-    ``env``: what the job's owner gave; ``gpus``: of each pod; ``ranks``: of the whole job. A job that does not say can
-    have some if it has several ranks with GPUs, or several GPUs in a pod.
+    ``env``: what the job's owner gave; ``gpus``: of each pod; of pods and ranks 0 stands for one. A job that does not
+    say can have some if it has several ranks with GPUs, or several GPUs in a pod.
     """
-    said = env.get(VARIABLE, "")
+    said, ranks = env.get(VARIABLE, ""), max(1, pods) * max(1, ranks_per_pod)
     return said != "0" if said else gpus > 0 and (ranks > 1 or gpus > 1)

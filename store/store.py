@@ -90,8 +90,8 @@ class Store:
     def writer(self, *, label: str, threads: int | None = None, nice: int = 5) -> Writer:
         """Begin to write one pod's data; ``label`` names it in leases and errors.
 
-        At most ``threads`` threads (default: one for each four cores, at most 8, on small machines up to 2) work at
-        nice value ``nice``, since the job may be running beside. Raises `Unavailable`, `NoCapacity`, `CorruptData`.
+        At most ``threads`` threads (default: one for each two cores, at most 2) work at nice value ``nice``, since the
+        job may be running beside. Raises `Unavailable`, `NoCapacity`, `CorruptData`.
         """
         lease = self.leases.acquire("write", label)
         try:
@@ -99,8 +99,7 @@ class Store:
             # sees what is condemned.
             self.index.verify()
             packs = PackSet(self.backend, self.key, bytes.fromhex(self.nonce), lease.info.id, self._rates[0])
-            cores = os.cpu_count() or 1
-            count = threads or max(1, min(2, cores // 2), min(8, cores // 4))
+            count = threads or max(1, min(2, (os.cpu_count() or 1) // 2))
             cutting = (self._marker, self._patcher)
             return Writer(packs, self.index, lease, cutting, self.put_index, self._rates, threads=count, nice=nice)
         except BaseException:

@@ -40,8 +40,7 @@ _PHASES_STILL = ("frozen", "sealed", "captured")
 def has(pod: Pod) -> bool:
     """Whether the pod can have communicators."""
     spec = pod.spec
-    ranks = max(1, spec.pods) * max(1, spec.ranks_per_pod)
-    return control.has_communicators(spec.env, gpus=spec.gpus_per_pod, ranks=ranks)
+    return control.has_communicators(spec.env, gpus=spec.gpus_per_pod, pods=spec.pods, ranks_per_pod=spec.ranks_per_pod)
 
 
 def _folder(pod: Pod) -> Path:

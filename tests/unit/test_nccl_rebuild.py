@@ -130,7 +130,13 @@ def test_numbers_in_the_cut() -> None:
 
 
 def test_who_can_have_communicators() -> None:
-    has = control.has_communicators
+    def has(env: dict[str, str], *, gpus: int, ranks: int) -> bool:
+        """However the ranks are spread over pods."""
+        apart = control.has_communicators(env, gpus=gpus, pods=ranks, ranks_per_pod=0)
+        together = control.has_communicators(env, gpus=gpus, pods=1, ranks_per_pod=ranks)
+        assert apart == together
+        return together
+
     assert has({}, gpus=1, ranks=2) and has({}, gpus=2, ranks=1)
     assert not has({}, gpus=1, ranks=1) and not has({}, gpus=0, ranks=8)
     assert has({"MOORAGE_NCCL": "1"}, gpus=0, ranks=2) and has({"MOORAGE_NCCL": "1"}, gpus=1, ranks=1)

@@ -28,6 +28,7 @@ from moorage.worker.gpu.wire import BlockName
 
 KIND = "device memory"
 _ZERO = bytes(CHUNK)
+_STEPS = ("gpu_open", "gpu_hash", "gpu_stage", "gpu_close")
 
 
 class Saving:
@@ -93,13 +94,13 @@ class Saving:
         by_device: dict[int, dict[BlockName, Block]] = {}
         for name, block in blocks.items():
             by_device.setdefault(block.about.device, {})[name] = block
-        timings = dict.fromkeys(("gpu_open", "gpu_hash", "gpu_stage", "gpu_close"), 0.0)
+        timings = dict.fromkeys(_STEPS, 0.0)
         for laps in at_once([partial(self._capture_on, device(index), own) for index, own in by_device.items()]):
             timings = {name: max(seconds, laps[name]) for name, seconds in timings.items()}
         return timings
 
     def _capture_on(self, device: Device, blocks: Mapping[BlockName, Block]) -> dict[str, float]:
-        timings = dict.fromkeys(("gpu_open", "gpu_hash", "gpu_stage", "gpu_close"), 0.0)
+        timings: dict[str, float] = {}
         clock = Clock(timings)
         regions: list[Region] = []
         try:
