@@ -121,16 +121,6 @@ std::vector<std::string> ready(const Report& report) {
   return names;
 }
 
-Report until(Host& host, Host::Phase phase, const std::function<bool(const Report&)>& condition) {
-  for (int tries = 0; tries < 5000; ++tries) {
-    Report report = host.order(phase);
-    if (condition(report)) return report;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  CHECK(!"it came about in time");
-  std::abort();
-}
-
 // The whole way: everything is gone, and there again.
 void over(Host& host) {
   CHECK(host.refusals().empty());

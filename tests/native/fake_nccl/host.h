@@ -5,12 +5,15 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "msgpack.h"
@@ -287,3 +290,14 @@ class Host {
   int connection_ = -1;
   std::uint64_t request_ = 0;
 };
+
+// The first report of this phase for which that holds.
+inline Report until(Host& host, Host::Phase phase, const std::function<bool(const Report&)>& condition) {
+  for (int tries = 0; tries < 5000; ++tries) {
+    Report report = host.order(phase);
+    if (condition(report)) return report;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(!"it came about in time");
+  std::abort();
+}

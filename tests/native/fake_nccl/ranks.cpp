@@ -110,16 +110,6 @@ std::vector<std::string> ready(const Report& report) {
   return names;
 }
 
-Report until(Host& host, Host::Phase phase, const std::function<bool(const Report&)>& condition) {
-  for (int tries = 0; tries < 5000; ++tries) {
-    Report report = host.order(phase);
-    if (condition(report)) return report;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  CHECK(!"it came about in time");
-  std::abort();
-}
-
 // From gates that are closed and drained to communicators made anew and open gates.
 void over(Host& host, const std::vector<std::string>& again = {}) {
   const Report last = until(host, Host::Drain, [](const Report& report) { return report.undrained.empty(); });
