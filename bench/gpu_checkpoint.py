@@ -41,6 +41,18 @@ HEARTBEATS = 5
 _SHOWN = ("frozen", "captured", "persisted", "restored")
 
 
+def taken(path: Path, seconds: float) -> str:
+    """The file's text once it is there; it is taken away. Raises `TimeoutError`."""
+    end = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > end:
+            raise TimeoutError(f"the program did not write {path}")
+        time.sleep(0.002)
+    text = path.read_text()
+    path.unlink()
+    return text
+
+
 class Control:
     """The folder through which the program is told what to do."""
 
@@ -49,16 +61,8 @@ class Control:
         folder.mkdir(mode=0o755)
 
     def wait(self, name: str, seconds: float = _SECONDS) -> str:
-        """The file's text once it is there; it is taken away."""
-        end = time.monotonic() + seconds
-        path = self.folder / name
-        while not path.exists():
-            if time.monotonic() > end:
-                raise TimeoutError(f"the program did not write {name}")
-            time.sleep(0.002)
-        text = path.read_text()
-        path.unlink()
-        return text
+        """As `taken`, of a file in the folder."""
+        return taken(self.folder / name, seconds)
 
     def tell(self, order: str) -> None:
         """Give an order and wait until it is done."""

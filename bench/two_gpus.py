@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from bench.gpu_checkpoint import BALLAST, Control, baseline, environment
+from bench.gpu_checkpoint import BALLAST, Control, baseline, environment, taken
 from bench.report import RESULTS, ROOT, Report, Target, commit, gpu, machine, versions
 from bench.warm import Warm, free
 from moorage import Client
@@ -59,15 +59,7 @@ class Sweeps:
         return [sys.executable, "-u", str(ALLREDUCE), str(self.folder), str(LARGEST)]
 
     def wait(self, name: str, seconds: float = 60.0) -> str:
-        path = self.folder / name
-        until = time.monotonic() + seconds
-        while not path.exists():
-            if time.monotonic() > until:
-                raise TimeoutError(f"the ranks did not write {path}")
-            time.sleep(0.002)
-        text = path.read_text()
-        path.unlink()
-        return text
+        return taken(self.folder / name, seconds)
 
     def tell(self, order: str) -> None:
         for rank in range(2):
