@@ -48,6 +48,11 @@ class Ring(NamedTuple):
         return (self.tail - self.head) % self.places
 
 
+def in_use() -> bool:
+    """Whether anybody on this machine has a context."""
+    return int(Path("/proc/sys/fs/aio-nr").read_text()) > 0
+
+
 def addresses(maps: str) -> list[int]:
     """Of the contexts in the text of ``/proc/<pid>/maps``. Pure."""
     return [int(found, 16) for found in _RING.findall(maps)]

@@ -79,7 +79,7 @@ def take(pod: Pod, pids: list[int], extras: Extras) -> None:
 
 def _look_for_requests(pod: Pod, pids: list[int]) -> None:
     """Refuse what has asynchronous I/O in flight that does not end."""
-    users = [pid for pid in pids if aio.addresses(_maps(pid))] if inject.possible() else []
+    users = [pid for pid in pids if aio.addresses(_maps(pid))] if inject.possible() and aio.in_use() else []
     end = time.monotonic() + _REQUEST_SECONDS
     while users:
         with inject.held(PodCgroup(pod.cgroup), pids):
