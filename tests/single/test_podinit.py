@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -154,7 +155,9 @@ def cpu_ticks(pid: int) -> int:
 
 
 def test_the_rank_that_failed_is_told_before_those_that_ended_for_it(tmp_path: Path) -> None:
-    init = Init(tmp_path, [shell("sleep 100", 0), shell("sleep 0.3; seq 1 20000; exit 3", 1)])
+    init = Init(tmp_path, [shell("sleep 100", 0), shell("sleep 0.3; seq 1 10000; exit 3", 1)])
+    # Little is passed on before somebody reads here, and the rank's own pipe takes all that it writes.
+    fcntl.fcntl(init.read_end, fcntl.F_SETPIPE_SZ, 4096)
     deadline = time.monotonic() + 20
     ranks = Path(f"/proc/{init.pid}/task/{init.pid}/children")
     while not ranks.read_text():
