@@ -209,7 +209,7 @@ def test_each_line_of_the_file_of_events_is_one_signal_for_ranks_that_listen(tmp
         "os.write(1, b'up\\n')\n"
         "while True: time.sleep(60)\n"
     )
-    deaf = podinit.Rank(rank=1, argv=["sh", "-c", "echo up; exec sleep 60"])
+    deaf = podinit.Rank(rank=1, argv=["sh", "-c", "echo up; exec sleep 1000"])
     hooks = {"before-checkpoint": signal.SIGUSR1, "after-restore": signal.SIGUSR2}
     init = Init(tmp_path, [listens, deaf], events=str(events), hooks=hooks)
     pid = init.pid
